@@ -262,7 +262,9 @@ def override(
     changed = {name: value for name, value in given.items() if value is not None}
     # With a launcher, one of the two may correct its value. Without, the other one would be that of a single process.
     if (rank is None) != (world_size is None) and address.world_size == 1:
-        raise LaunchError(f"launch(rank={rank}, world_size={world_size}): give both or neither", code="C020")
+        raise LaunchError(
+            f"launch() got rank={rank} and world_size={world_size}; pass both, or leave both out", code="C020"
+        )
     result = replace(address, **changed) if changed else address  # type: ignore[arg-type]
     _check(result)
     return result
@@ -295,8 +297,8 @@ def _check(address: WorldAddress) -> None:
             raise LaunchError(f"{name} must be an integer, not {value!r}", code="C020")
     if not 0 <= address.rank < address.world_size:
         raise LaunchError(
-            f"rank {address.rank} of a world of {address.world_size} is impossible: ranks run from 0 to "
-            f"world_size - 1 (from {address.source})",
+            f"rank {address.rank} does not exist in a world of {address.world_size} ranks: ranks are 0 to world_size "
+            f"- 1. Correct the values from {address.source}.",
             code="C020",
         )
     if address.port is not None and not (isinstance(address.port, int) and 0 < address.port < 65536):

@@ -102,18 +102,18 @@ class Registry:
     def _add(self, entry: Any, name: str | None) -> Any:
         if not callable(entry):
             raise RegistryError(
-                f"only a class or a function can be registered as a {self.what}, not {entry!r}. "
-                f"Write @{self._constant()}.register_module above its definition.",
+                f"{entry!r} cannot be registered as a {self.what}; only a class or a function can. Write "
+                f"@{self._constant()}.register_module above its definition.",
                 code="C004",
             )
         key = name or entry.__name__
         if not isinstance(key, str) or not key:
-            raise RegistryError(f"the name of a {self.what} is a non-empty string, not {key!r}", code="C004")
+            raise RegistryError(f"the name of a {self.what} must be a non-empty string, but it is {key!r}", code="C004")
         before = self._entries.get(key)
         if before is not None and before is not entry:
             raise RegistryError(
-                f"{self.what} {key!r} is already registered: {_where(before)}; and again: {_where(entry)}. "
-                f"Rename one, or call .remove({key!r}) first.",
+                f"the {self.what} {key!r} is registered twice, by {_where(before)} and by {_where(entry)}. Rename "
+                f"one of them, or call .remove({key!r}) first.",
                 code="C004",
             )
         self._entries[key] = entry

@@ -94,7 +94,7 @@ def test_a_launch_with_a_torch_that_is_too_old_is_refused(monkeypatch):
 
 def test_a_script_in_the_place_of_a_config_does_not_start(tmp_path):
     (tmp_path / "train.py").write_text("from colonnade import launch\nlaunch({})\n")
-    with pytest.raises(ConfigError, match=r"train\.py calls launch\(\): it is a script, not a config"):
+    with pytest.raises(ConfigError, match=r"train\.py calls launch\(\), so it is a script and not a config"):
         launch(tmp_path / "train.py", context=ParallelContext(), verbose=False)
 
 
@@ -294,10 +294,10 @@ def test_nobody_at_the_address_is_said():
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        ({"rank": 2, "world_size": 2, "host": "h", "port": 1}, "rank 2 of a world of 2 is impossible"),
-        ({"rank": 0, "world_size": 0, "host": "h", "port": 1}, "rank 0 of a world of 0 is impossible"),
-        ({"rank": -1, "world_size": 2, "host": "h", "port": 1}, "rank -1 of a world of 2 is impossible"),
-        ({"rank": 0}, "give both or neither"),
+        ({"rank": 2, "world_size": 2, "host": "h", "port": 1}, "rank 2 does not exist in a world of 2 ranks"),
+        ({"rank": 0, "world_size": 0, "host": "h", "port": 1}, "rank 0 does not exist in a world of 0 ranks"),
+        ({"rank": -1, "world_size": 2, "host": "h", "port": 1}, "rank -1 does not exist in a world of 2 ranks"),
+        ({"rank": 0}, "pass both, or leave both out"),
         ({"rank": 0, "world_size": 2, "host": "h", "port": 99999}, "port must be a number"),
         ({"rank": 0, "world_size": 2}, "needs the address of rank 0"),
         ({"rank": "0", "world_size": 2}, "rank must be an integer"),

@@ -112,7 +112,7 @@ def test_a_home_is_imported_at_the_first_look_and_again_where_that_failed(tmp_pa
 
 def test_what_is_no_name_is_refused(things):
     for entry, name in ((type("", (), {}), None), (print, 3)):
-        with pytest.raises(RegistryError, match="the name of a thing is a non-empty string"):
+        with pytest.raises(RegistryError, match="the name of a thing must be a non-empty string"):
             things.register_module(entry, name=name)
     with pytest.raises(RegistryError, match="no thing 'unknown'"):
         things.remove("unknown")

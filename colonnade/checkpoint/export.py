@@ -130,13 +130,13 @@ def import_checkpoint(source: str | Path, folder: str | Path, kind: str, step: i
     with as_checkpoint_errors(f"importing {path}"):
         _check_format(kind)
         if step < 0:
-            raise CheckpointError(f"step={step!r}: pass a whole number from 0 on")
+            raise CheckpointError(f"step is {step!r}; pass a whole number, 0 or larger")
         if kind == "dcp":
             state = read_dcp(path, trust)
         else:
             if kind == "safetensors" and not path.is_file():
                 raise CheckpointError(
-                    f"{path} is not a file; give a safetensors file, or pass --format hf for a folder"
+                    f"{path} is not a file. Pass a safetensors file, or pass --format hf to import a folder."
                 )
             found = tensors_in(path, trust)
             state = ForeignState(
@@ -165,7 +165,10 @@ def export_checkpoint(
         out = local_path(target, "what is exported to", CheckpointError)
         home = None if config is None else local_path(config, "the folder of config.json", CheckpointError)
         if home is not None and (kind != "hf" or not (home / "config.json").is_file()):
-            raise CheckpointError(f"config={str(config)!r}: give a folder with config.json, and use it with format hf")
+            raise CheckpointError(
+                f"config is {str(config)!r}; pass a folder that contains config.json. The option config is allowed "
+                "only with format hf."
+            )
         source = find_checkpoint(checkpoint, step)
         if kind == "safetensors":
             return export_full(source, out)
@@ -267,7 +270,9 @@ def read_dcp(path: Path, trust: bool) -> ForeignState:
     folder = _Folder(path)
     weights = {name: folder.entry(key) for name, key in folder.weights.items()}
     if not weights:
-        raise CheckpointError(f"{path} has no weights: its tensors are {listed(list(folder.tensors)[:8])}")
+        raise CheckpointError(
+            f"{path} has no model weights. The folder contains the tensors {listed(list(folder.tensors)[:8])}."
+        )
     state, groups = _optimizer(folder, weights)
     return ForeignState(weights, state, groups)
 

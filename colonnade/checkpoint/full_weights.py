@@ -112,7 +112,10 @@ def tensors_in(path: Path, trust: bool = False) -> dict[str, AnyTensor]:
                 # `place_folder` removes the index first, so a killed save leaves none.
                 text = f"{path} has no weights: it has neither model.safetensors nor {INDEX}"
                 for aside in sorted(path.glob(".old-*"))[:1]:
-                    text += f". A save was killed while it replaced these files: save again, or move the files in {aside} back"
+                    text += (
+                        ". A save was killed while it replaced the weights. Save again, or move the files in "
+                        f"{aside} back"
+                    )
                 raise CheckpointError(text, code="C081")
             (found,) = others
         files = [found]
@@ -125,14 +128,15 @@ def tensors_in(path: Path, trust: bool = False) -> dict[str, AnyTensor]:
             for name in names:
                 if Path(name).name != name or not (path / name).is_file():
                     raise CheckpointError(
-                        f"{found} refers to {name!r}, which is not a file in its folder; copy the complete folder again",
+                        f"{found} refers to {name!r}, but the folder has no file {name!r}. Copy the complete folder "
+                        "again.",
                         code="C081",
                     )
             files = [path / name for name in names]
     else:
         raise CheckpointError(
-            f"{path} is neither a folder nor a file. Weights are read from disk; download a model from the hub first: "
-            f"`hf download <name> --local-dir <folder>`",
+            f"{path} is neither a folder nor a file. Weights are read from disk: download a model first with `hf download <name> "
+            "--local-dir <folder>`",
             code="C081",
         )
     tensors: dict[str, AnyTensor] = {}
@@ -142,9 +146,9 @@ def tensors_in(path: Path, trust: bool = False) -> dict[str, AnyTensor]:
             continue
         if not trust:
             raise CheckpointError(
-                f"{file} is a pickle, which can run code when it is read. Convert it to safetensors (load and save it "
-                f"with transformers on a machine that may run its code), or pass trust=True to read it with torch's "
-                f"weights_only loader",
+                f"{file} is a pickle, which can run code when it is read. Convert the file to safetensors with "
+                "transformers on a machine that may run this code. If you trust its author, pass trust=True to read "
+                "it with torch's weights_only loader.",
                 code="C086",
             )
         content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
@@ -403,8 +407,8 @@ def save_pretrained(
         config: Any = getattr(main, "config", None)
         if not callable(getattr(config, "save_pretrained", None)):
             raise CheckpointError(
-                f"{type(main).__name__} has no transformers config, so no config.json can be written; to write the weights "
-                f"of any model, call engine.full_state_dict('weights.safetensors')"
+                f"{type(main).__name__} has no transformers config, so save_pretrained cannot write config.json. "
+                "Call engine.full_state_dict('weights.safetensors') to write the weights of any model."
             )
         if target.exists() and not target.is_dir():
             raise CheckpointError(f"{target} is a file; give the name of a folder")
@@ -462,7 +466,7 @@ def _bytes_of(size: int | str) -> int:
     """The bytes of a size such as 1000, "5GB" or "512MiB"."""
     match = re.fullmatch(rf"\s*(\d+(?:\.\d+)?)\s*({'|'.join(_UNITS)})\s*", str(size).lower())
     if match is None or (found := float(match[1]) * _UNITS[match[2]]) < 1:
-        raise CheckpointError(f"max_shard_size={size!r}: pass a number of bytes, or text such as '5GB' or '512MiB'")
+        raise CheckpointError(f"max_shard_size is {size!r}; pass a number of bytes, or text such as '5GB' or '512MiB'")
     return int(found)
 
 

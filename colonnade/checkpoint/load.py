@@ -281,8 +281,8 @@ class TensorMatch:
                 if not torch.equal(reader.local(tensor, other), reader.local(tensor, record)):
                     raise CheckpointError(
                         f"{listed(tensor.names)} are one tied tensor in this model, but {record} and {other} have "
-                        f"different values in the checkpoint, because it was saved from a model without this tie; "
-                        f"untie them to load the checkpoint",
+                        "different values in the checkpoint. The checkpoint was saved from a model without this tie. "
+                        "Untie the parameters to load the checkpoint.",
                         code="C082",
                     )
         return found

@@ -69,7 +69,7 @@ class CheckpointManager:
             self.folder = local_path(folder, "the folder of a CheckpointManager", CheckpointError)
             if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
                 raise CheckpointError(
-                    f"keep={keep!r}: pass the number of checkpoints to keep, a whole number from 1 on"
+                    f"keep is {keep!r}; pass the number of checkpoints to keep, a whole number of at least 1"
                 )
             # One lock for all ranks of the run.
             if not read_only and self._is_first:
@@ -100,16 +100,16 @@ class CheckpointManager:
             with agreed(self.context, f"saving step {step}"):
                 if self.read_only:
                     raise CheckpointError(
-                        f"this manager is read-only; to save, open {self.folder} without read_only=True"
+                        f"this manager is read-only. To save, open {self.folder} without read_only=True."
                     )
                 if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-                    raise CheckpointError(f"step={step!r}: pass a whole number from 0 on")
+                    raise CheckpointError(f"step is {step!r}; pass a whole number, 0 or larger")
                 # Only a warning: a run may go back to an earlier step on purpose.
                 later = [other for other in self.steps() if other > step] if self._is_first else []
                 if later:
                     get_dist_logger().warning(
-                        f"step {step} is saved although {self.folder} has later steps: {listed(later)}. load() takes the "
-                        f"latest step, so delete them if this run does not need them any more."
+                        f"step {step} was saved, but {self.folder} also has the later steps {listed(later)}. load() "
+                        "takes the latest step. Delete the later steps if this run does not need them any more."
                     )
             self._pending = save_checkpoint(
                 self.folder, self.context, step, model, optimizer, extra, self.keep, self.background

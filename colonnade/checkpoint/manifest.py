@@ -296,9 +296,9 @@ def _check_format(raw: bytes) -> None:
         )
     if version < FORMAT:
         raise CheckpointError(
-            f"the checkpoint has format {version}, written by Colonnade {by}; this is {__version__}, which reads only format "
-            f"{FORMAT}. Load the checkpoint with the previous version of Colonnade, the last to read format 1, and save it again "
-            f"with CheckpointManager.save(), which writes format {FORMAT} there.",
+            f"the checkpoint has format {version}, written by Colonnade {by}; this is {__version__}, which reads "
+            f"only format {FORMAT}. Load the checkpoint with the previous version of Colonnade, which reads format "
+            f"1. Then save it again there with CheckpointManager.save(), which writes format {FORMAT}.",
             code="C081",
         )
 
@@ -317,8 +317,8 @@ def _check(manifest: Manifest) -> None:
     for name in files:
         if not _FILE.fullmatch(name):
             raise Damaged(
-                f"{MANIFEST} names the file {name!r}; only plain names such as {tensors_file(0)} are opened, never a path to "
-                f"another folder"
+                f"{MANIFEST} has the file name {name!r}. A file name must be plain, such as {tensors_file(0)}; paths "
+                "to other folders are never opened."
             )
     if len(files) != len(manifest.files):
         raise Damaged(f"{MANIFEST} lists a file twice")
@@ -330,7 +330,7 @@ def _check(manifest: Manifest) -> None:
         if len(cut.stops) != len(cut.files) or not all(map(lt, ends, cut.stops)):
             raise Damaged(f"{MANIFEST} has a sharded tensor whose {len(cut.files)} pieces are not adjacent")
         if not places.issuperset(cut.files):
-            raise Damaged(f"{MANIFEST} refers to file {max(cut.files)} but lists only {len(files)} files")
+            raise Damaged(f"{MANIFEST} refers to file number {max(cut.files)}, but lists only {len(files)} files")
     for tensor in manifest.tensors:
         check_tiled(tensor, manifest.cuts)
 
@@ -350,10 +350,12 @@ def _check(manifest: Manifest) -> None:
     # Every tensor of a value is stored in a listed file.
     for item in items:
         if item.file is not None and item.file not in files:
-            raise Damaged(f"{MANIFEST} refers to {item.file}, which is not in its list of files")
+            raise Damaged(f"{MANIFEST} refers to the file {item.file}, which is not in the list of files")
         numbers = sorted(_tensor_numbers(item.value, item.name))
         if len(numbers) != item.tensors or numbers != list(range(len(numbers))):
-            raise Damaged(f"{MANIFEST}: {item.name} declares {item.tensors} tensors, but its value has {len(numbers)}")
+            raise Damaged(
+                f"{MANIFEST} is inconsistent: {item.name} declares {item.tensors} tensors, but contains {len(numbers)}"
+            )
         if numbers and item.file is None:
             raise Damaged(f"{MANIFEST} has a value with tensors but no file")
 
@@ -373,8 +375,8 @@ def _tensor_numbers(value: Any, name: str) -> Iterator[int]:
             content = value[tag]
             if len(value) > 1 or not (tag in _CONTENT and _CONTENT[tag](content)):
                 raise Damaged(
-                    f"{MANIFEST}: {name} has {json.dumps(value)[:80]}; expected one of the tags {', '.join(_CONTENT)} with "
-                    f"content of its type"
+                    f"{MANIFEST} has the value {json.dumps(value)[:80]} for {name}. Allowed are objects with one of "
+                    f"the tags {', '.join(_CONTENT)}, and content of the type of the tag."
                 )
             if tag == "$tensor":
                 yield content

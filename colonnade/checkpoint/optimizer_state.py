@@ -106,8 +106,9 @@ def read_state(optimizer: Any, tensors: Iterable[LocalTensor]) -> list[Parameter
                 if not isinstance(value, Tensor):
                     if encode(value, str(state)).tensors:
                         raise CheckpointError(
-                            f"{state} is a {type(value).__name__} of tensors, whose layout over ranks is unknown; keep each "
-                            f"tensor under a key of its own",
+                            f"{state} is a {type(value).__name__} of tensors. Colonnade does not know how these "
+                            "tensors are sharded over ranks. Store each tensor under its own key in the optimizer "
+                            "state.",
                             code="C083",
                         )
                     continue
@@ -117,14 +118,15 @@ def read_state(optimizer: Any, tensors: Iterable[LocalTensor]) -> list[Parameter
                 placements = getattr(value, "placements", None)
                 if is_dtensor(value) and (not like or placements != getattr(parameter.tensor, "placements", None)):
                     raise CheckpointError(
-                        f"{state} is a DTensor whose placements differ from those of its parameter, so it cannot be "
-                        f"saved; give both the same placements",
+                        f"{state} is a DTensor, and its placements differ from those of the parameter, so it cannot "
+                        "be saved. Give the state and the parameter the same placements.",
                         code="C083",
                     )
                 if not like and parameter.parts and value.numel() != 1:
                     raise CheckpointError(
-                        f"{state} has shape {tuple(value.shape)}, but its parameter has {tuple(parameter.local.shape)}; for a "
-                        f"sharded parameter, only state of the same shape or of one element can be saved",
+                        f"{state} has shape {tuple(value.shape)}, but the parameter has shape "
+                        f"{tuple(parameter.local.shape)}. For a sharded parameter, state must have the shape of the "
+                        "parameter or one element. Change the shape of the state.",
                         code="C083",
                     )
     return states
@@ -138,8 +140,8 @@ def _members(optimizer: Any, tensors: Iterable[LocalTensor]) -> list[tuple[Local
         unknown = [parameter for parameter in group["params"] if id(parameter) not in by_tensor]
         if unknown:
             raise CheckpointError(
-                f"group {at} of the optimizer has a parameter of shape {tuple(unknown[0].shape)} that is not in the model; "
-                f"save and load an optimizer together with the model whose parameters it updates",
+                f"group {at} of the optimizer has a parameter of shape {tuple(unknown[0].shape)} that is not in the "
+                "model. Save and load the optimizer together with the model that owns its parameters.",
                 code="C083",
             )
         groups.append(tuple(by_tensor[id(parameter)] for parameter in group["params"]))
@@ -165,7 +167,7 @@ class OptimizerLoader:
     ) -> None:
         if reader.manifest.groups is None:
             raise CheckpointError(
-                "the checkpoint was saved without an optimizer; load it with optimizer=None", code="C083"
+                "the checkpoint contains no optimizer state. Load it with optimizer=None.", code="C083"
             )
         self._groups = reader.manifest.groups
         self._tensors, self._record_of, self._reader, self._values = tensors, record_of, reader, values
@@ -198,15 +200,16 @@ class OptimizerLoader:
             lost = sorted(labels.difference(*(record.names for record in records)))
             if lost:
                 raise CheckpointError(
-                    f"group {index} of the optimizer has {listed(lost[:5])}, which the saved optimizer did not have; use the "
-                    f"same parameter groups, or load with optimizer=None",
+                    f"group {index} of the optimizer has the parameters {listed(lost[:5])}, but the saved optimizer "
+                    "did not have them. Use the same parameter groups, or load with optimizer=None.",
                     code="C083",
                 )
             found = [self._values.decoded(record.options) for record in records]
             if len({encode(options, "options").digest() for options in found}) > 1:
                 raise CheckpointError(
-                    f"group {index} of the optimizer joins parameters that had different options when they were saved: "
-                    f"{records[0].names[0]} and {records[1].names[0]}. Use the same parameter groups.",
+                    f"group {index} of the optimizer contains {records[0].names[0]} and {records[1].names[0]}, but "
+                    "these parameters had different options in the checkpoint. Use the parameter groups of the saved "
+                    "run.",
                     code="C083",
                 )
 
@@ -217,23 +220,24 @@ class OptimizerLoader:
             unknown = [key for key in own if key not in options and key not in _IMPLEMENTATION]
             if unknown:
                 raise CheckpointError(
-                    f"group {index} of the optimizer has the options {listed(unknown)}, which the saved optimizer did "
-                    f"not have, so it was of another class. Load with that class, or with optimizer=None.",
+                    f"group {index} of the optimizer has the options {listed(unknown)}, but the saved optimizer did "
+                    "not have them. The saved optimizer was of another class. Load with that class, or with "
+                    "optimizer=None.",
                     code="C083",
                 )
             for key, value in own.items():
                 if key in options and key not in _IMPLEMENTATION and not _is_alike(key, options[key], value):
                     raise CheckpointError(
-                        f"the checkpoint has {key}={options[key]!r} for group {index} of the optimizer, but the optimizer has "
-                        f"{key}={value!r}, of another type, so the file may have been changed. Load another "
-                        f"checkpoint, or load with optimizer=None.",
+                        f"the checkpoint has {key}={options[key]!r} for group {index} of the optimizer, but the "
+                        f"optimizer has {key}={value!r}. The two values have different types, so the file may have "
+                        "been changed. Load another checkpoint, or load with optimizer=None.",
                         code="C083",
                     )
             saved = next((record.optimizer for record in records if record.optimizer not in (None, kind)), None)
             if saved is not None and saved not in bases:
                 raise CheckpointError(
-                    f"the checkpoint has the state of {saved}, but this optimizer is {kind}, which updates parameters in "
-                    f"another way. Load with {saved}, or with optimizer=None to start with fresh state.",
+                    f"the checkpoint has the state of {saved}, but this optimizer is {kind}, which has a different "
+                    f"update rule. Load with {saved}, or with optimizer=None to start with fresh state.",
                     code="C083",
                 )
             base = saved or base
@@ -253,18 +257,21 @@ class OptimizerLoader:
             more = sorted(needed - names - {MASTER}) if names else []
             if more:
                 raise CheckpointError(
-                    f"the checkpoint has the state of {base}, but this optimizer is its subclass {kind}, which also keeps "
-                    f"{listed(more)}. Load with {base}, or with optimizer=None to start with fresh state.",
+                    f"the checkpoint has the state of {base}, but this optimizer is its subclass {kind}. The "
+                    f"subclass also needs the state {listed(more)}. Load with {base}, or with optimizer=None to "
+                    "start with fresh state.",
                     code="C083",
                 )
             get_dist_logger().warning(
-                f"the checkpoint has the state of {base}; this optimizer is its subclass {kind} and continues with that state",
+                f"the checkpoint has the state of {base}, and this optimizer is its subclass {kind}. Training "
+                f"continues with the state of {base}.",
                 ranks=[0],
             )
         if self._rounded:
             get_dist_logger().warning(
-                f"the checkpoint has optimizer state of master copies in {self._rounded[0]}, but this optimizer keeps no master "
-                f"copies: {len(self._rounded)} tensors were rounded to the dtypes of their parameters",
+                f"the checkpoint has optimizer state of fp32 master weights, for example of {self._rounded[0]}, but "
+                f"this optimizer has no master weights. {len(self._rounded)} tensors were rounded to the dtypes of "
+                "their parameters.",
                 ranks=[0],
             )
         return {"state": state, "param_groups": groups}

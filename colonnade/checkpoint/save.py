@@ -425,9 +425,10 @@ def _merged(written: Sequence[tuple[TensorRecord, Pieces]], cuts: _Cuts) -> Tens
     for record, pieces in written:
         if (record.shape, record.dtype) != (first.shape, first.dtype):
             raise CheckpointError(
-                f"ranks do not agree on {first.label}: its full tensor is {first.dtype} of shape {list(first.shape)} on rank "
-                f"{first_pieces[2]} and {record.dtype} of {list(record.shape)} on rank {pieces[2]}. Name the modules of a stage "
-                f"as in the full model; for uneven shards pass place(..., shape=<full shape>).",
+                f"ranks do not agree on {first.label}. The full tensor is {first.dtype} of shape {list(first.shape)} "
+                f"on rank {first_pieces[2]} and {record.dtype} of shape {list(record.shape)} on rank {pieces[2]}. "
+                "Name the modules of a stage as in the full model. If shards are uneven, pass place(..., shape=<full "
+                "shape>).",
                 code="C082",
             )
     by_part: dict[TensorPart, list[Pieces]] = {}
@@ -447,8 +448,9 @@ def _merged(written: Sequence[tuple[TensorRecord, Pieces]], cuts: _Cuts) -> Tens
     except Damaged as error:
         writers = sorted({rank for _, pieces in written for run in _runs(pieces) for rank in run[2]})
         raise CheckpointError(
-            f"{error} (from ranks {', '.join(map(str, writers)) or 'none'}). Either two stages use one name for different "
-            f"tensors (name the modules of a stage as in the full model), or the placements are inconsistent.",
+            f"{error} (from ranks {', '.join(map(str, writers)) or 'none'}). There are two possible causes. 1. Two "
+            "stages use one name for different tensors: name the modules of a stage as in the full model. 2. The "
+            "placements of the tensor are wrong: compare them with the shards of each rank.",
             code="C082",
         ) from None
     return merged
@@ -542,7 +544,8 @@ def save_checkpoint(
     steps = {offer["step"] for offer in offers}
     if len(steps) > 1:
         raise CheckpointError(
-            f"ranks called save() with different steps ({listed(sorted(steps))}); call it with the same step on every rank"
+            f"ranks called save() with the different steps {listed(sorted(steps))}. Call save() with the same step "
+            "on every rank."
         )
     layout, size = LayoutRecord.of(context.layout), sum(offer["size"] for offer in offers)
     writer = StorageWriter(step, folder / offers[0]["name"], rank, layout, size, keep)
@@ -600,8 +603,8 @@ class StorageWriter:
         while not self.staged.is_dir():
             if time.monotonic() > end:
                 raise CheckpointError(
-                    f"rank {self.rank} on {socket.gethostname()} does not see {self.staged}, which rank 0 created; "
-                    f"use a folder on a file system that all ranks share",
+                    f"rank {self.rank} on {socket.gethostname()} cannot see {self.staged}, which rank 0 created. Use "
+                    "a folder on a file system that all ranks share.",
                     code="C084",
                 )
             time.sleep(0.05)
@@ -627,8 +630,8 @@ class StorageWriter:
             late = main_ended is not None and now - main_ended > _PATIENCE_AT_EXIT
             if stop.wait(_POLL) or late:
                 raise CheckpointError(
-                    f"the background save of step {self.step} was abandoned after {now - asked:.1f} s: ranks "
-                    f"{sorted(missing)} have not written their files. Earlier checkpoints are untouched.",
+                    f"the background save of step {self.step} was abandoned after {now - asked:.1f} s, because ranks "
+                    f"{sorted(missing)} have not written their files. Earlier checkpoints are unchanged.",
                     code="C084",
                 )
 
@@ -659,8 +662,8 @@ class StorageWriter:
                 verify(self.staged, content=False)
             except CheckpointError as error:
                 raise CheckpointError(
-                    f"the checkpoint of step {self.step} was written but failed verification: {error}. It was not "
-                    f"published; earlier checkpoints are untouched.",
+                    f"the checkpoint of step {self.step} was written but failed verification: {error}. The "
+                    "checkpoint was not published. Earlier checkpoints are unchanged.",
                     code="C084",
                 ) from error
             path = publish(self.staged, self.step)

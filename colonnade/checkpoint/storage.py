@@ -208,8 +208,9 @@ def megabytes(size: int) -> str:
 
 def _no_space(folder: Path, needed: int, free: int) -> str:
     return (
-        f"no space for the checkpoint: {megabytes(needed)} are needed, {megabytes(free)} are free at {folder}. Earlier "
-        f"checkpoints are untouched. Free some space, choose another folder, or keep fewer checkpoints (keep=)."
+        f"no space for the checkpoint in {folder}: {megabytes(needed)} are needed, {megabytes(free)} are free. "
+        "Earlier checkpoints are unchanged. Free some space, choose another folder, or keep fewer checkpoints "
+        "(keep=)."
     )
 
 
@@ -262,19 +263,20 @@ class RunLock:
                 message = f"{self.path} cannot be locked: {refused.strerror}. Choose a folder on another file system."
             elif owner.get("pid") == os.getpid() and owner.get("host") == socket.gethostname():
                 message = (
-                    f"this process already has a CheckpointManager on {folder}; close() it before you open another"
+                    f"this process already has a CheckpointManager on {folder}. Call close() on that manager "
+                    "before you open another."
                 )
             else:
                 message = (
-                    f"another run writes checkpoints to {folder}: {_describe_owner(owner)}. Choose another folder, or end "
-                    f"that run; to only load from here, pass read_only=True."
+                    f"another run writes checkpoints to {folder}: {_describe_owner(owner)}. Choose another "
+                    "folder, or end the other run. To load only, pass read_only=True."
                 )
             raise CheckpointError(message, code="C084")
         if refused is not None:
             last = f" (last owner in the file: {_describe_owner(owner)})" if owner else ""
             get_dist_logger().warning(
-                f"the file system of {self.path} does not support locks ({refused.strerror}): make sure that no other run "
-                f"writes to this folder{last}"
+                f"the file system of {self.path} does not support locks ({refused.strerror}). Make sure that no "
+                f"other run writes to this folder.{last}"
             )
         elif owner:
             get_dist_logger().info(
@@ -394,7 +396,8 @@ def place_folder(staged: Path, target: Path, is_old: Callable[[str], bool], head
     for name in sorted(old):
         if (folder / name).is_dir() and not (folder / name).is_symlink():
             raise CheckpointError(
-                f"{folder / name} is a folder, but a file of this name must be written; move it, or choose another target",
+                f"{folder / name} is a folder, but a file of this name must be written. Move the folder, or choose "
+                "another target.",
                 code="C084",
             )
     aside = folder / f".old-{secrets.token_hex(_TOKEN)}"
@@ -480,13 +483,13 @@ def read_manifest(checkpoint: Path) -> Manifest:
     manifest = parse(file.read_bytes())
     if step_of(checkpoint) not in (None, manifest.step):
         raise Damaged(
-            f"{checkpoint.name} contains the checkpoint of step {manifest.step}: the folder was renamed or swapped"
+            f"{checkpoint.name} contains the checkpoint of step {manifest.step}, so its folder was renamed or swapped"
         )
     expected = {MANIFEST, *(record.name for record in manifest.files)}
     # A file outside the manifest has no hash. Somebody may have placed it to be opened by mistake.
     unknown = sorted({entry.name for entry in checkpoint.iterdir()} - expected)
     if unknown:
-        raise Damaged(f"{unknown[0]!r} is not in the manifest (unknown files are never opened); remove it")
+        raise Damaged(f"{unknown[0]!r} is not in the manifest. Unknown files are never opened; remove the file.")
     return manifest
 
 

@@ -78,7 +78,8 @@ def type_name(tensor: Tensor, what: str) -> str:
     """The safetensors name of the tensor's dtype; raises for tensors that cannot be stored."""
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
         raise CheckpointError(
-            f"{what} is a {tensor.device.type} tensor of {tensor.layout}; only dense tensors with data can be saved",
+            f"{what} is a {tensor.device.type} tensor with layout {tensor.layout}. Only dense tensors in memory can "
+            "be saved.",
             code="C085",
         )
     return name_of(tensor.dtype, what)
@@ -105,7 +106,9 @@ def name_of(dtype: torch.dtype, what: str = "the dtype") -> str:
     """The safetensors name of a torch dtype."""
     if dtype not in _NAMES:
         known = listed(str(dtype).removeprefix("torch.") for dtype in _NAMES)
-        raise CheckpointError(f"{what} is {dtype}, which a checkpoint cannot store; allowed are {known}", code="C085")
+        raise CheckpointError(
+            f"{what} has dtype {dtype}, which a checkpoint cannot store; allowed are {known}", code="C085"
+        )
     return _NAMES[dtype]
 
 
@@ -201,7 +204,8 @@ class StoredTensor:
             count = os.preadv(descriptor, [memory], start)
             if not count:
                 raise CheckpointError(
-                    f"{self.file} ends before {self.key} does: it was changed while it was read", code="C081"
+                    f"{self.file} ends before the last byte of {self.key}. The file was changed while it was read.",
+                    code="C081",
                 )
             memory, start = memory[count:], start + count
 
@@ -228,8 +232,8 @@ def _stored(file: Path, key: str, entry: dict[str, Any], begin: int, size: int) 
     right = stop - start == prod(shape) * WIDTHS[entry["dtype"]]
     if any(dim < 0 for dim in shape) or not (0 <= start <= stop <= size - begin) or not right:
         raise ValueError(
-            f"{key}, of {entry['dtype']} and shape {list(shape)}, has bytes {start} to {stop} in the table, which is not "
-            f"its size or not in the file"
+            f"{key} has dtype {entry['dtype']} and shape {list(shape)}, but the table gives it the bytes {start} to "
+            f"{stop}. This range has a wrong size or is outside of the file."
         )
     return StoredTensor(file, key, dtype_named(entry["dtype"]), shape, begin + start)
 

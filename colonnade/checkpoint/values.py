@@ -100,8 +100,9 @@ def _encode(value: Any, what: str, tensors: list[Tensor]) -> Any:
         ]
         return {"$counter" if type(value) is Counter else "$dict": pairs}
     raise CheckpointError(
-        f"{what} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot store. Allowed are "
-        f"None, booleans, numbers, strings, lists, tuples, dicts and tensors; give the object a state_dict() of these.",
+        f"{what} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot store. Allowed "
+        "are None, booleans, numbers, strings, lists, tuples, dicts and tensors. Give the object a state_dict() that "
+        "returns allowed values.",
         code="C085",
     )
 
@@ -113,7 +114,8 @@ def _encode_all(value: Sequence[Any], what: str, tensors: list[Tensor]) -> list[
 def _keep(tensor: Tensor, what: str, tensors: list[Tensor]) -> int:
     if is_dtensor(tensor):
         raise CheckpointError(
-            f"{what} is a DTensor, which is allowed only in the model and the optimizer; save its local or full tensor",
+            f"{what} is a DTensor. DTensors are allowed only in the model and the optimizer. Save the local or the "
+            "full tensor.",
             code="C085",
         )
     type_name(tensor, what)
@@ -162,8 +164,9 @@ class SavedValues:
         found = self._own_item(name)
         if found is None:
             raise CheckpointError(
-                f"{name} differed between ranks when it was saved on {self._manifest.layout}, so it cannot be loaded on "
-                f"{LayoutRecord.of(self._context.layout)}. Load without it, or on the layout that saved it."
+                f"{name} differed between ranks when it was saved on {self._manifest.layout}, so it cannot be loaded "
+                f"on {LayoutRecord.of(self._context.layout)}. Load the checkpoint without {name!r}, or use the "
+                "layout of the saved run."
             )
         return self.decoded(found)
 
@@ -200,8 +203,9 @@ class SavedValues:
         found = self._items.get(f"{BUFFER}{label}", [])
         if found and not self.same_layout:
             get_dist_logger().warning(
-                f"buffer {label} differed between ranks when it was saved on {self._manifest.layout}: all ranks get the "
-                f"value of the first rank. (BatchNorm statistics differ between ranks; SyncBatchNorm keeps them equal.)",
+                f"buffer {label} differed between ranks when it was saved on {self._manifest.layout}. All ranks now "
+                "get the value of the first rank. BatchNorm statistics differ between ranks; use SyncBatchNorm to "
+                "keep them equal.",
                 ranks=[0],
             )
         # A rank without a record of its own had the first replica's value, which is saved as the tensor itself.
@@ -232,9 +236,9 @@ class SavedValues:
         seed = derive_seed(self._manifest.step, digest.hexdigest())
         self._context.set_seed(seed)
         get_dist_logger().warning(
-            f"the random streams of step {self._manifest.step} cannot be restored: {reason}, and this run is on "
-            f"{LayoutRecord.of(self._context.layout)}, {self._context.device.type}. New random streams were derived, "
-            f"with seed {seed}.",
+            f"the random state of step {self._manifest.step} was not restored: {reason}, and this run is on "
+            f"{LayoutRecord.of(self._context.layout)}, {self._context.device.type}. New random streams were derived "
+            f"from seed {seed}.",
             ranks=[0],
         )
         return "re-derived"

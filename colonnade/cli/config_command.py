@@ -42,7 +42,8 @@ def config(
             console.print(fitted_table(("key", "meaning", "allowed values"), rows, console.width))
         else:
             raise ConfigError(
-                f"no config key contains {find!r} in its name, meaning or values; `colonnade config --keys` lists all"
+                f"no config key has {find!r} in its name, meaning or allowed values. Run `colonnade config --keys` "
+                "to list all keys."
             )
     elif file is not None:
         from colonnade.config import load_config

@@ -39,15 +39,16 @@ def new(
     # The name becomes a Python file and, in upper case, a mode.
     if not name.isidentifier() or keyword.iskeyword(name) or name != name.lower() or not name[0].isalpha():
         raise RegistryError(
-            f"{name!r} cannot name a parallelism, because a Python file and a mode get this name: give a lower-case "
-            f"identifier that starts with a letter and is not a Python keyword, such as {_identifier(name)!r}"
+            f"{name!r} cannot name a parallelism, because a Python file and a parallel mode get this name. Give a "
+            f"lower-case Python identifier that starts with a letter, such as {_identifier(name)!r}. Python keywords "
+            "are not allowed."
         )
     module, test = folder / f"{name}.py", folder / f"test_{name}.py"
     existing = [str(target) for target in (module, test) if target.exists()]
     if existing:
         raise ColonnadeError(
-            f"files exist and are never overwritten: {listed(existing)}. Choose another name or another --folder, or move "
-            f"these files."
+            f"the files {listed(existing)} exist, and existing files are never overwritten. Choose another name or "
+            "another --folder, or move the files."
         )
     templates = [_template(f"{kind.value}.py.txt"), _template(f"test_{kind.value}.py.txt")]
     for reason, details in _clashes(name, templates):

@@ -130,8 +130,9 @@ def _job(model: str, folder: Path) -> Any:
     module = vars(import_named(model.rpartition(":")[0], folder))
     if not callable(module.get("batch")):
         raise ConfigError(
-            f"--model {model!r}: an estimate also needs a function `batch` in the same module. It returns one micro-batch of a "
-            f"rank, (data, label), as the data loader does, and may have the parameters `config` and `context`"
+            f"--model {model!r} has no function `batch` in its module. An estimate needs this function. It returns "
+            "one micro-batch of a rank, (data, label), as the data loader does, and may have the parameters `config` "
+            "and `context`."
         )
     return Job(build, module["batch"], module.get("criterion"), module.get("optimizer"))
 
@@ -140,7 +141,9 @@ def _measured(path: Path, nproc: int) -> str:
     from colonnade.proof.planner.hardware import measure_machine, to_toml
 
     if path.suffix != ".toml":
-        raise ConfigError(f"--measure {str(path)!r}: give a .toml file; --hardware reads it later")
+        raise ConfigError(
+            f"--measure is {str(path)!r}; give the name of a .toml file. Pass the written file to --hardware later."
+        )
     found = measure_machine(nproc)
     path.write_text(to_toml(found), encoding="utf-8")
     typer.echo(f"wrote {path}; use it with --hardware {path}", err=True)

@@ -37,10 +37,11 @@ def report(
     loopback interface and updated continuously.
     """
     if follow and trace:
-        raise ConfigError("--follow and --trace exclude each other: give one of them")
+        raise ConfigError("--follow and --trace cannot be used together. Give only one of the two options.")
     if trace and len(runs) > 1:
         raise ConfigError(
-            f"--trace joins the traces of one folder, but {len(runs)} folders were given: run it once per folder"
+            f"--trace joins the traces of one folder, but {len(runs)} folders were given. Run the command once for "
+            "each folder."
         )
     if trace:
         from colonnade.proof.report.traces import merge_traces

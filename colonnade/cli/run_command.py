@@ -126,7 +126,9 @@ def demo(
         return
     if nproc % 2:
         raise LaunchError(
-            f"--nproc {nproc} is odd; the demo has two pipeline stages, so give {nproc - 1} or {nproc + 1}", code="C022"
+            f"--nproc is {nproc}, but the demo has two pipeline stages and needs an even number of ranks. Give "
+            f"{nproc - 1} or {nproc + 1}.",
+            code="C022",
         )
     options = ["--output", str(output), *([] if resume else ["--fresh"]), *(["--steps", str(steps)] if steps else [])]
     job = checked(LaunchJob(target=str(script), nproc=nproc, arguments=tuple(options)))
@@ -145,7 +147,9 @@ def demo(
 def _copy(source: Path, folder: Path) -> None:
     """Copy the files of the demo into a new folder."""
     if folder.exists():
-        raise ColonnadeError(f"{folder} already exists and is never overwritten; give the name of a new folder")
+        raise ColonnadeError(
+            f"{folder} already exists, and an existing folder is never overwritten. Give the name of a new folder."
+        )
     folder.mkdir(parents=True)
     for file in sorted(source.glob("*.py")):
         shutil.copyfile(file, folder / file.name)

@@ -140,7 +140,8 @@ def _report(
                 raise typer.BadParameter("requires --model", param_hint=option)
         if not module and is_config(Path(target)):
             raise typer.BadParameter(
-                f"{target} is a config, which defines no training: give a script, or add --model MODULE:FUNCTION",
+                f"{target} is a config, and a config contains no training loop. Give a script, or add --model "
+                "MODULE:FUNCTION.",
                 param_hint="SCRIPT",
             )
     # The warm process imports torch at the same time as this one.

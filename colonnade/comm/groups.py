@@ -100,8 +100,8 @@ class ProcessGroups:
         key = tuple(ranks)
         if key not in self._groups:
             raise ContextError(
-                f"there is no group of exactly the ranks {list(key)} on rank {self._rank}; only modes of the config have "
-                f"groups. Add a mode with a group of these ranks.",
+                f"rank {self._rank} has no process group of exactly the ranks {list(key)}. Process groups exist only "
+                f"for the modes of the config. Add a mode with a group of ranks {list(key)} to the config.",
                 code="C012",
             )
         return self._groups[key]
@@ -260,7 +260,9 @@ def _check_user(connection: socket.socket) -> None:
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, user, _ = _CREDENTIALS.unpack(credentials)
     if user != os.getuid():
-        raise PermissionError(f"a process of user {user} answered in place of a rank")
+        raise PermissionError(
+            f"a process of user {user} answered in place of a rank. Stop that process, or start the job again."
+        )
 
 
 Gather = Callable[[Tensor, Tensor], Any]
@@ -307,8 +309,8 @@ class RankGroup:
         self.ranks = tuple(ranks) if group is None else tuple(dist.get_process_group_ranks(group))
         if set(self.ranks) != set(ranks) or (group is None and len(ranks) > 1):
             raise GradientError(
-                f"a reduction over ranks {list(ranks)} has the process group of ranks {list(self.ranks)}; pass the group of "
-                f"exactly these ranks"
+                f"the reduction is over ranks {list(ranks)}, but its process group has ranks {list(self.ranks)}. "
+                f"Pass a process group with exactly ranks {list(ranks)}."
             )
         self.group = group
         self.size = len(self.ranks)
@@ -359,7 +361,10 @@ class RankGroup:
     def cannot_share(self, problem: str) -> None:
         """Log the reason why memory is not shared, or raise if sharing is required. To be called on all ranks of the group."""
         if self._must_share:
-            raise GradientError(f'shared_memory=True, but {problem}. Use "auto" to fall back to the process group')
+            raise GradientError(
+                f'shared_memory=True is not possible, because {problem}. Set shared_memory="auto" to use the process '
+                "group in this case."
+            )
         self._log(f"gradients are sent by the process group, not by shared memory: {problem}")
 
     def signal(self, payload: bytes) -> None:
@@ -405,13 +410,14 @@ class RankGroup:
             index, seconds = error.args
             raise GradientError(
                 f"rank {self.ranks[index]} did not come to the gradient synchronisation of ranks "
-                f"{listed(self.ranks)} within {seconds} s (the group's timeout); read the output of that rank",
+                f"{listed(self.ranks)} within {seconds} s, the timeout of the process group. Read the output of rank "
+                f"{self.ranks[index]}.",
                 code="C043",
             ) from error
         except ConnectionError as error:
             raise GradientError(
                 f"rank {self.ranks[error.args[0]]} left during the gradient synchronisation of ranks "
-                f"{listed(self.ranks)}; the cause is in the output of that rank",
+                f"{listed(self.ranks)}. Read the output of rank {self.ranks[error.args[0]]} for the cause.",
                 code="C043",
             ) from error
 

@@ -316,8 +316,8 @@ class WaitWatch:
                 step = place.step if place is not None and place.what in NEEDS_ALL else None
                 if step is not None and step >= (self.step or 0):
                     stuck = (
-                        f"rank {at_end} is {place} and waits for this rank: make the call on every rank, not "
-                        f"under a condition such as `if rank == 0`"
+                        f"rank {at_end} is {place} and waits for this rank. Make the call on every rank, not "
+                        "under a condition such as `if rank == 0`."
                     )
                 if stuck:
                     store.add(key, -1)  # as if this rank had not called: the next meeting counts from there
@@ -398,8 +398,8 @@ class WaitWatch:
     def _no_answer(self) -> str:
         server = self._processes.server() if self._processes is not None else "rank 0"
         return (
-            f"the store of the world, served by {server}, does not answer: that rank is stopped or has exited, its host is dead, "
-            f"or this host is cut off from it"
+            f"the store of the world, served by {server}, does not answer. There are three possible causes: that "
+            "rank is stopped or has exited, its host is dead, or this host is cut off from it"
         )
 
     # -- the thread -----------------------------------------------------------------------------------------

@@ -226,7 +226,9 @@ def reduce_scatter(
     """Return this rank's slice along `dim` of the sum over the ranks of the mode."""
     _refuse_async(async_op)
     if op != _SUM:
-        raise ConfigError(f"reduce_scatter supports only sums; for {op} use all_reduce, and take this rank's slice")
+        raise ConfigError(
+            f"reduce_scatter supports only sums, not {op}. Use all_reduce with {op}, and take the slice of this rank."
+        )
     return collectives.reduce_scatter(tensor, parallel_mode, dim)
 
 
@@ -237,7 +239,9 @@ def ring_forward(tensor_send_next: Tensor, parallel_mode: ParallelMode) -> Tenso
 
 def _refuse_async(async_op: bool) -> None:
     if async_op:
-        raise ConfigError("async_op=True is not supported by this collective; leave it out, or use torch.distributed")
+        raise ConfigError(
+            "this collective does not support async_op=True. Leave async_op out, or use torch.distributed."
+        )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -272,12 +276,14 @@ class AncestralGroups(LaunchHook):
             for local_rank, size, group, cpu_group, ranks, group_mode in items:
                 if len(ranks) != size or not 0 <= local_rank < size:
                     raise LayoutError(
-                        f"{source} returned local_rank={local_rank}, size={size} and ranks={ranks}, which disagree. The order "
-                        f"is (local_rank, group_world_size, process_group, cpu_group, ranks_in_group, mode)."
+                        f"{source} returned local_rank={local_rank}, size={size} and ranks={ranks}, but these values "
+                        "do not agree. Return the values in the order (local_rank, group_world_size, process_group, "
+                        "cpu_group, ranks_in_group, mode)."
                     )
                 if dist.get_rank() not in ranks:
                     raise LayoutError(
-                        f"{source} returned the group {ranks} on rank {dist.get_rank()}, which is not in it"
+                        f"{source} returned the group {ranks} on rank {dist.get_rank()}, but the group does not "
+                        f"contain rank {dist.get_rank()}. Return the group of the calling rank."
                     )
                 # Each rank knows its own group only, but the layout needs the groups of all ranks.
                 key = ParallelMode(group_mode)

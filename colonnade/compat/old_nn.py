@@ -67,12 +67,13 @@ class Linear1D_Row(Linear):
 def _refuse(skip_bias_add: bool, initializers: dict[str, Any]) -> None:
     if skip_bias_add:
         raise ConfigError(
-            "skip_bias_add=True is not supported: the layer adds its bias. Leave it out, and add no bias later."
+            "skip_bias_add=True is not supported, because the layer adds its bias. Leave skip_bias_add out, and do "
+            "not add the bias later."
         )
     if initializers:
         raise ConfigError(
-            f"{', '.join(initializers)}: not supported; initialize a full torch.nn.Linear, the same on every rank, and pass it "
-            f"to colonnade.nn.Linear.from_module(linear, split=...)."
+            f"{', '.join(initializers)} cannot be passed to this layer. Initialize a full torch.nn.Linear, the same "
+            "on every rank, and pass it to colonnade.nn.Linear.from_module(linear, split=...)."
         )
 
 
@@ -113,8 +114,8 @@ class PipelineSharedModuleWrapper:
         stage = gpc.get_local_rank(ParallelMode.PIPELINE)
         if stage not in self.pipeline_ranks:
             raise PlacementError(
-                f"stage {stage} is not in pipeline_ranks={self.pipeline_ranks}, the stages that share the module; add "
-                f"it, or build the module only on these stages"
+                f"stage {stage} is not in pipeline_ranks={self.pipeline_ranks}, the list of stages that share the "
+                f"module. Add stage {stage} to the list, or build the module only on these stages."
             )
         tied = Tied(self.pipeline_ranks, f"{self._name}.{next(self._registered)}")
         placement = placement_of(param)
@@ -130,7 +131,7 @@ class _LayerWise(Optimizer, ABC):
     def __init__(self, params: ParamsT, **defaults: Any) -> None:
         for name, value in defaults.items():
             if name != "betas" and value < 0:
-                raise ConfigError(f"{type(self).__name__}: {name}={value!r} must be 0 or more")
+                raise ConfigError(f"{type(self).__name__} got {name}={value!r}; the value must be 0 or larger")
         super().__init__(params, defaults)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -145,9 +146,9 @@ class _LayerWise(Optimizer, ABC):
                         continue
                     if is_dtensor(parameter) or placement_of(parameter).shards:
                         raise PlacementError(
-                            f"{type(self).__name__} needs the norm of each full parameter, but one of shape "
-                            f"{tuple(parameter.shape)} is sharded ({placement_of(parameter)}). Use AdamW, or replicate the "
-                            f"parameters."
+                            f"{type(self).__name__} needs the norm of each full parameter, but a parameter of shape "
+                            f"{tuple(parameter.shape)} is sharded ({placement_of(parameter)}). Use AdamW, or "
+                            "replicate the parameters."
                         )
                     self._update(parameter, parameter.grad, self.state[parameter], group)
         return loss
@@ -170,7 +171,7 @@ class Lamb(_LayerWise):
         adam: bool = False,
     ) -> None:
         if not all(0 <= beta < 1 for beta in betas):
-            raise ConfigError(f"Lamb: betas={betas!r} must be from 0 to below 1")
+            raise ConfigError(f"Lamb got betas={betas!r}; each must be at least 0 and less than 1")
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         self._scales = not adam
 
@@ -261,7 +262,8 @@ def _adam(
 ) -> Adam:
     if not bias_correction:
         raise ConfigError(
-            "bias_correction=False is not supported: torch's Adam always corrects its averages. Leave it out."
+            "bias_correction=False is not supported, because torch's Adam always corrects the bias of its averages. "
+            "Leave it out."
         )
     kind = AdamW if adamw_mode else Adam
     return kind(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad, fused=True)
@@ -355,7 +357,7 @@ def _factor(optimizer: Optimizer, name: str, rate: float) -> float:
     initial = {group.get("initial_lr", group["lr"]) for group in optimizer.param_groups}
     if rate and len(initial) > 1:
         raise ConfigError(
-            f"{name}={rate} needs parameter groups with equal initial learning rates, not {sorted(initial)}; use 0, "
-            f"or equal rates"
+            f"{name} is {rate}, but the parameter groups have the different initial learning rates "
+            f"{sorted(initial)}. Set {name}=0, or use equal learning rates."
         )
     return rate / initial.pop() if rate else 0.0

@@ -204,7 +204,8 @@ def save_checkpoint(
     """
     if options:
         raise ConfigError(
-            f"save_checkpoint does not accept {', '.join(options)}, because checkpoints are not torch.save files; remove it"
+            f"save_checkpoint does not accept {', '.join(options)}, because its checkpoints are not torch.save "
+            "files. Leave these options out."
         )
     with CheckpointManager(_folder(file), gpc, keep=1) as manager:
         manager.save(epoch, model, optimizer, _extra(lr_scheduler))
@@ -216,7 +217,7 @@ def load_checkpoint(
     """Load a checkpoint of `save_checkpoint`, on any layout, and return its epoch. Collective over the world."""
     if not strict:
         raise ConfigError(
-            "strict=False is not supported: a checkpoint is loaded completely or not at all. Leave it out."
+            "strict=False is not supported, because a checkpoint is always loaded completely. Leave it out."
         )
     with CheckpointManager(_folder(file), gpc, read_only=True) as manager:
         return manager.load(model, optimizer, _extra(lr_scheduler)).step
@@ -226,8 +227,8 @@ def _folder(file: str | Path) -> Path:
     folder = local_path(file, "the file of a checkpoint", CheckpointError)
     if folder.is_file():
         raise CheckpointError(
-            f"{file} is a file, but checkpoints are folders written by save_checkpoint; load a torch.save file with "
-            f"model.load_state_dict before initialize"
+            f"{file} is a file, but save_checkpoint writes folders. To load a torch.save file, call "
+            "model.load_state_dict before initialize."
         )
     return folder
 

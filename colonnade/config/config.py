@@ -117,8 +117,8 @@ def reject_script_as_config() -> None:
     """Raise if a config file is being executed. Called by `launch`: it detects a training script that was passed as the config."""
     if (file := _reading.get()) is not None:
         raise ConfigError(
-            f"{file.name} calls launch(): it is a script, not a config. Run it with `colonnade run {file.name}`, and "
-            f"give its config file here"
+            f"{file.name} calls launch(), so it is a script and not a config. Run it with `colonnade run "
+            f"{file.name}`, and give its config file here."
         )
 
 
@@ -226,7 +226,8 @@ class Config(dict[str, Any]):
             super().__setitem__(key, _adopted(value))
         except RecursionError:
             raise ConfigError(
-                f"{key!r} contains itself or is nested too deeply; write its values out", code="C002"
+                f"{key!r} contains itself or is nested too deeply. Write its values out without a reference to itself.",
+                code="C002",
             ) from None
 
     def __delitem__(self, key: str) -> None:
@@ -334,8 +335,8 @@ for _method in (
 
 def _raise_frozen(change: str) -> NoReturn:
     raise ConfigError(
-        f"cannot {change}: the config is frozen after launch, because every rank has read it. "
-        f"Set values before launch, or work on config.copy().",
+        f"cannot {change}, because the config is frozen after launch: every rank has read it. Set values before "
+        "launch, or change a copy made by config.copy().",
         code="C002",
     )
 

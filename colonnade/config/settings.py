@@ -238,7 +238,7 @@ def positive(name: str, value: float) -> float:
         or not value > 0
         or (isinstance(value, int) and value >= 2**63)
     ):
-        raise ConfigError(f"{name} must be a number > 0 (inf: only measure), not {value!r}", code="C003")
+        raise ConfigError(f"{name} must be a number > 0 (inf measures without clipping), not {value!r}", code="C003")
     return float(value)
 
 
@@ -340,8 +340,8 @@ class ClipSettings(
     def refuse(self, given: Mapping[str, Any]) -> None:
         if self.report not in (None, self.per) and self.per != "group" and not self._is_off:
             raise ConfigError(
-                f"clip_grad_norm: report={self.report!r} differs from per={self.per!r}; norms are reported for the groups that are "
-                f"clipped. Remove report",
+                f"clip_grad_norm has report={self.report!r} and per={self.per!r}, but norms can be reported only for "
+                "the groups that are clipped. Remove report.",
                 code="C003",
             )
 
@@ -419,7 +419,11 @@ class Fp16Settings(
 
     def refuse(self, given: Mapping[str, Any]) -> None:
         if self.enabled and self.hysteresis != 1:
-            raise ConfigError("fp16.hysteresis must be 1: the scale shrinks after each skipped step", code="C003")
+            raise ConfigError(
+                "fp16.hysteresis must be 1, because the loss scale shrinks after every skipped step. Remove it or "
+                "set it to 1.",
+                code="C003",
+            )
 
 
 @dataclass(frozen=True)
@@ -459,7 +463,7 @@ def _offload(value: Any) -> bool:
         return value
     if value == "cpu":
         return True
-    raise ConfigError(f"zero.offload={value!r} must be True, False or 'cpu'", code="C003")
+    raise ConfigError(f"zero.offload is {value!r}; allowed are True, False and 'cpu'", code="C003")
 
 
 @dataclass(frozen=True)
@@ -509,7 +513,8 @@ class ZeroSettings(
             for name in ("bucket_mb", "gather_ahead"):
                 if name in given:
                     raise ConfigError(
-                        f"zero.{name} requires ZeRO stage 1 or 2: at stage 3, FSDP2 groups parameters by module",
+                        f"zero.{name} requires ZeRO stage 1 or 2. At stage 3, FSDP2 groups parameters by module. "
+                        f"Remove zero.{name}, or change the stage.",
                         code="C003",
                     )
 
@@ -550,7 +555,9 @@ class ActivationSettings(
     def refuse(self, given: Mapping[str, Any]) -> None:
         if self.keep and self.mode != "selective":
             raise ConfigError(
-                f"activation_checkpoint.keep requires mode='selective', not mode={self.mode!r}", code="C003"
+                f"activation_checkpoint.keep requires mode='selective', but mode is {self.mode!r}. Remove keep, or "
+                "set mode='selective'.",
+                code="C003",
             )
 
 
@@ -579,7 +586,7 @@ def _dtype(name: str, value: Any) -> Any:
 
     known = [text for text, dtype in _DTYPES.items() if name != "compress" or dtype in _HALVES]
     if value not in known:
-        raise ConfigError(f"{name}={value!r}; allowed: {listed(known)}.{did_you_mean(value, known)}", code="C003")
+        raise ConfigError(f"{name} is {value!r}; allowed are {listed(known)}.{did_you_mean(value, known)}", code="C003")
     return getattr(torch, _DTYPES[value])
 
 
@@ -625,7 +632,8 @@ class SyncOptions(Section):
         for name in given or ():
             if name not in known:
                 raise ConfigError(
-                    f"unknown option {name!r} of a gradient handler; allowed: {listed(known)}.{did_you_mean(name, known)}",
+                    f"{name!r} is not an option of a gradient handler; allowed are "
+                    f"{listed(known)}.{did_you_mean(name, known)}",
                     code="C003",
                 )
         return super().spelled_out(given)
@@ -647,8 +655,8 @@ class SyncOptions(Section):
             raise ConfigError(f'compress must be "bf16", "fp16" or None, not {self.compress!r}', code="C003")
         if self.compress is not None and dtype in halves and dtype is not self.compress:
             raise ConfigError(
-                f"compress={self.compress} and reduce_dtype={dtype} both set the dtype for sending; remove one of them, or give a "
-                f"wider reduce_dtype",
+                f"compress={self.compress} and reduce_dtype={dtype} both set the dtype for sending. Remove one of "
+                "the two, or give a wider reduce_dtype.",
                 code="C003",
             )
 

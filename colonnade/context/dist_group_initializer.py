@@ -180,16 +180,16 @@ class Initializer_2p5D(ProcessGroupInitializer):
         size = self.tensor_parallel_size
         if not isinstance(depth, int) or depth < 1:
             raise LayoutError(
-                f"parallel.tensor: mode '2.5d' needs depth=<positive int>, got {depth!r}; for size={size} "
-                f"possible: {_depths(size)}",
+                f"parallel.tensor has depth={depth!r}, but mode '2.5d' needs a positive integer depth. For "
+                f"size={size} the possible values are: {_depths(size)}",
                 code="C010",
             )
         self.tesseract_dep = depth
         self.tesseract_dim = isqrt(size // depth)
         if self.tesseract_dim**2 * depth != size:
             raise LayoutError(
-                f"parallel.tensor: mode '2.5d' needs size = dim x dim x depth, but size={size} with depth={depth} "
-                f"leaves no square; for size={size} possible: {_depths(size)}",
+                f"parallel.tensor has size={size} and depth={depth}, but size must be dim x dim x depth in mode "
+                f"'2.5d'. For size={size} the possible values are: {_depths(size)}",
                 code="C010",
             )
 
@@ -243,14 +243,15 @@ class Initializer_Expert(ProcessGroupInitializer):
         super().__init__(*args)
         data, tensor = self.data_parallel_size, self.tensor_parallel_size
         if over is not None and over not in _OVER:
-            raise LayoutError(f"parallel.expert: over={over!r}; allowed: {listed(_OVER)}", code="C010")
+            raise LayoutError(f"parallel.expert has over={over!r}; allowed are {listed(_OVER)}", code="C010")
         self.over = over or ("data" if data % size == 0 else "data*tensor")
         ranks = data if self.over == "data" else data * tensor
         if ranks % size:
             fitting = [divisor for divisor in range(1, ranks + 1) if ranks % divisor == 0]
             named = f"data {data}" if self.over == "data" else f"data {data} x tensor {tensor} = {ranks}"
             raise LayoutError(
-                f"parallel.expert: size={size} does not divide {named}; allowed: {listed(fitting)}", code="C010"
+                f"parallel.expert has size={size}, which does not divide {named}; allowed are {listed(fitting)}",
+                code="C010",
             )
         self.expert_parallel_size = size
 

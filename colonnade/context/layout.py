@@ -394,8 +394,8 @@ class Layout:
         """
         if mode not in self._groups:
             raise ContextError(
-                f"{mode} has no groups in this layout; it has {listed(known.name for known in self._groups)}. "
-                f"Add it under `parallel` in the config.",
+                f"{mode} has no groups in this layout. The modes with groups are "
+                f"{listed(known.name for known in self._groups)}. Add {mode} under `parallel` in the config.",
                 code="C012",
             )
         return self._groups[mode]
@@ -415,8 +415,9 @@ class Layout:
         if position < 0:
             members = sorted(member for group in self.groups(mode) for member in group)
             raise ContextError(
-                f"rank {rank} is in no group of {mode}; the ranks in its groups are "
-                f"{listed(members[:16])}{' ...' if len(members) > 16 else ''}. Check layout.has(mode, rank) first.",
+                f"rank {rank} is in no group of {mode}. The ranks in groups of this mode are "
+                f"{listed(members[:16])}{' ...' if len(members) > 16 else ''}. Check layout.has(mode, rank) before "
+                "the call.",
                 code="C012",
             )
         return position
@@ -534,9 +535,10 @@ def check_groups(
     missing = [rank for rank in range(world_size) if rank not in seen]
     if missing and complete:
         raise LayoutError(
-            f"{where}miss rank{'s' if len(missing) > 1 else ''} {listed(missing[:8])}"
-            f"{' ...' if len(missing) > 8 else ''} of {world_size}. Put each into a group (of one rank, if need be), "
-            f"or set `whole_world = False` on the initializer if they take no part in the mode.",
+            f"{where}do not contain rank{'s' if len(missing) > 1 else ''} "
+            f"{listed(missing[:8])}{' ...' if len(missing) > 8 else ''} of {world_size}. Put each missing rank into "
+            "a group; a group of one rank is allowed. If these ranks take no part in the mode, set `whole_world = "
+            "False` on the initializer.",
             code="C011",
         )
 
@@ -571,7 +573,8 @@ def world_axes(config: Any, world_size: int) -> tuple[Axis, ...]:
         for other, value in taken.items():
             if axis.mode.value == value:
                 raise LayoutError(
-                    f"parallel: the axes {other!r} and {axis.name!r} both have {axis.mode}; give one of them another mode",
+                    f"parallel.{other} and parallel.{axis.name} are two axes of the one mode {axis.mode}. Give "
+                    "one of them another mode.",
                     code="C010",
                 )
         taken[axis.name] = axis.mode.value

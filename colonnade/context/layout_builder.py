@@ -68,8 +68,8 @@ class Build:
         for mode, groups in found.items():
             if mode in self.groups and self.groups[mode] != groups:
                 raise LayoutError(
-                    f"{source} and {self.sources[mode]} both define {mode}, with different groups. "
-                    f"Remove one from `parallel`, or register a mode for the second.",
+                    f"{source} and {self.sources[mode]} define different groups for the one mode {mode}. Remove one "
+                    "of the two from `parallel`, or register another mode for the second.",
                     code="C011",
                 )
             self.groups[mode] = groups
@@ -118,8 +118,9 @@ def run_initializers(config: Any, world_size: int, rank: int) -> Build:
         except TypeError as error:
             given = listed(f"{key}=" for key in arguments)
             raise LayoutError(
-                f"parallel, mode {mode!r}: {registered} could not be built with its own arguments ({given}): {error}. "
-                f"The first six arguments come by position; put every other argument into the config, next to `mode`.",
+                f"{registered} for the mode {mode!r} of `parallel` could not be built with its own arguments "
+                f"({given}): {error}. The first six arguments are passed by position. Put every other argument into "
+                "the config, next to `mode`.",
                 code="C011",
             ) from error
         source = f"{registered} (mode {mode!r})"
@@ -153,7 +154,9 @@ def read_groups(returned: Any, initializer: Any, source: str, mode: str) -> Mode
     for key, groups in returned.items():
         if not isinstance(groups, Partition) and not _is_list_of_rank_lists(groups):
             raise LayoutError(
-                f"{source} returned {groups!r} for {key}; a mode's groups are a list of rank lists", code="C011"
+                f"{source} returned {groups!r} for {key}. Return a list of groups for each mode, where a group is a "
+                "list of ranks.",
+                code="C011",
             )
         found[ParallelMode(key)] = groups if isinstance(groups, Partition) else [list(group) for group in groups]
     for known, lists in found.items():
@@ -171,7 +174,8 @@ def _call(initializer: Any) -> Any:
     if own in (None, ProcessGroupInitializer.init_parallel_groups):
         if not hasattr(initializer, "init_dist_group"):
             raise LayoutError(
-                f"{type(initializer).__name__} defines neither init_parallel_groups() nor init_dist_group()",
+                f"{type(initializer).__name__} defines neither init_parallel_groups() nor init_dist_group(). Define "
+                "init_parallel_groups().",
                 code="C011",
             )
         return NEEDS_WORLD
@@ -232,16 +236,17 @@ def layout_of(axes: tuple[Axis, ...], groups: Groups, tensor_mode: str | None = 
         odd = next((group for group in lists if len(group) != axis.size), None)
         if odd is not None:
             raise LayoutError(
-                f"parallel.{axis.name}: the axis has {axis.size} ranks, but {axis.mode} has the group {odd} of {len(odd)}; return "
-                f"groups of {axis.size} ranks, or register a different mode for groups that do not belong to an axis",
+                f"the axis parallel.{axis.name} has {axis.size} ranks, but {axis.mode} has the group {odd} of "
+                f"{len(odd)} ranks. Return groups of {axis.size} ranks. If the groups do not belong to an axis, "
+                "register a different mode for them.",
                 code="C161",
             )
         inside = {rank for group in lists for rank in group}
         missing = [rank for rank in range(world_size) if rank not in inside]
         if missing:
             raise LayoutError(
-                f"parallel.{axis.name}: rank {listed(missing[:8])} of {world_size} is in no group of {axis.mode}, so it has no "
-                f"coordinate on this axis; put every rank into a group",
+                f"rank {listed(missing[:8])} of {world_size} is in no group of {axis.mode}, so it has no coordinate "
+                f"on the axis parallel.{axis.name}. Put every rank into a group.",
                 code="C161",
             )
 
@@ -261,9 +266,10 @@ def layout_of(axes: tuple[Axis, ...], groups: Groups, tensor_mode: str | None = 
                 apart = {coordinates[rank][other.name] for rank in group}
                 if other is not axis and len(apart) > 1:
                     raise LayoutError(
-                        f"parallel.{axis.name}: the group {group} of {axis.mode} has ranks at coordinates {listed(sorted(apart))} "
-                        f"of the axis {other.name!r}. Coordinates of ranks in a group may differ only on their own "
-                        f"axis and on data: return such groups, or let an initializer group {other.mode} too",
+                        f"the group {group} of {axis.mode} contains ranks with the different coordinates "
+                        f"{listed(sorted(apart))} on the axis {other.name!r}. In a group of parallel.{axis.name}, "
+                        f"coordinates may differ only on the axis {axis.name!r} and on data. Return such groups, or "
+                        f"also define the groups of {other.mode} in an initializer.",
                         code="C161",
                     )
 
@@ -291,9 +297,9 @@ def layout_of(axes: tuple[Axis, ...], groups: Groups, tensor_mode: str | None = 
             sized = [axis for axis in model if axis.size > 1]
             product = " x ".join(str(axis.size) for axis in sized)
             raise LayoutError(
-                f"parallel: the groups of {listed(axis.mode.name for axis in sized)} connect rank {first} with {len(reached)} ranks, "
-                f"but a model replica has {product} = {size} ranks. Correct the initializer: ranks of different replicas must "
-                f"not be in one group of these modes",
+                f"the groups of {listed(axis.mode.name for axis in sized)} connect rank {first} with {len(reached)} "
+                f"ranks, but a model replica has {product} = {size} ranks. Correct the initializer: a group of one "
+                "of these modes must contain ranks of only one replica.",
                 code="C161",
             )
         replicas += 1
@@ -320,9 +326,9 @@ def _renumbered(mode: ParallelMode, groups: Partition, ranks: Sequence[int]) -> 
     disordered = next((group for group in found if any(low > high for low, high in pairwise(group))), None)
     if disordered is not None and mode not in _UNORDERED:
         raise LayoutError(
-            f"the group of {mode} would be the ranks {disordered}, in this order, but torch numbers the ranks of a group in "
-            f"ascending order, so layers would use the wrong shards. Order the groups of your initializer so that "
-            f"ranks ascend along {mode.name} too",
+            f"the group of {mode} would have the ranks in the order {disordered}, but torch numbers the ranks of a "
+            "group in ascending order. Layers would use the wrong shards. Order the groups of your initializer so "
+            f"that ranks also ascend along {mode.name}.",
             code="C161",
         )
     return Listed(sorted(sorted(group) for group in found), len(ranks))
@@ -335,8 +341,9 @@ def _check_data(explicit: Mapping[Axis, list[list[int]]], data: Sequence[Sequenc
         wrong = next((group for group in groups if right[group[0]] != group), None) if axis.name == "data" else None
         if wrong is not None:
             raise LayoutError(
-                f"parallel.data: the group {wrong} of {axis.mode} has ranks with different coordinates on other axes, so they do "
-                f"not store the same parameters; the replicas of rank {wrong[0]} are the ranks {right[wrong[0]]}. "
-                f"Return this group, or change the groups of the other axes to match",
+                f"the group {wrong} of {axis.mode} (parallel.data) contains ranks with different coordinates on "
+                f"other axes, so they do not store the same parameters. The replicas of rank {wrong[0]} are the "
+                f"ranks {right[wrong[0]]}. Return the group {right[wrong[0]]}, or change the groups of the other "
+                "axes to match.",
                 code="C161",
             )

@@ -58,8 +58,8 @@ def _rank_grid(layout: Layout, modes: list[ParallelMode], rank: int) -> Any:
     flat = torch.tensor(grid, device="cpu").flatten().tolist()
     if len(set(flat)) != len(flat) or any(_walk(layout, modes, other) != grid for other in flat):
         raise ContextError(
-            f"the modes {listed(mode.name for mode in modes)} do not form a grid: from rank {rank}, their groups lead "
-            f"to the ranks {flat}. Use modes whose coordinates vary independently.",
+            f"the modes {listed(mode.name for mode in modes)} do not form a grid. From rank {rank}, their groups "
+            f"lead to the ranks {flat}. Use modes whose coordinates vary independently.",
             code="C012",
         )
     return grid
@@ -144,8 +144,8 @@ class ParallelContext:
         with share_start_up_errors(rank, world_size, host, port, timeout):
             if self._launched:
                 raise ContextError(
-                    "this context has already joined a world; call destroy() before you launch again, "
-                    "or use another ParallelContext",
+                    "this context has already joined a world. Call destroy() before you launch again, or use another "
+                    "ParallelContext.",
                     code="C013",
                 )
             self._axes = world_axes(self.config, world_size)
@@ -187,8 +187,8 @@ class ParallelContext:
             # The comparison is also a barrier: after it all ranks have their groups.
             if not is_same_everywhere(len(groups) if alone else 0, self.device):
                 raise ContextError(
-                    f"the ranks created different numbers of groups (rank {self._rank}: {len(groups)}); return the same "
-                    f"groups on every rank from your initializers"
+                    f"ranks created different numbers of process groups: rank {self._rank} created {len(groups)}. "
+                    "Return the same groups on every rank from your initializers."
                 )
             for hook in launch_hooks:
                 hook.after_groups(self, groups)
@@ -212,7 +212,9 @@ class ParallelContext:
             groups: Process groups that simulate communication.
         """
         if self._launched:
-            raise ContextError("this context has joined a world; to simulate another, use a new ParallelContext")
+            raise ContextError(
+                "this context has already joined a world. Use a new ParallelContext to simulate another world."
+            )
         self.load_config(config)
         self._layout = build_layout(self.config, world_size)
         self._rank, self.world_size, self._launched = rank, world_size, True
@@ -408,7 +410,9 @@ class ParallelContext:
     def _joined(self) -> ProcessGroups:
         """The process groups; raises if there are none."""
         if isinstance(self._groups, NoGroups):
-            raise ContextError("this world is simulated, so its ranks cannot communicate; launch a real world for that")
+            raise ContextError(
+                "this world is simulated, so its ranks cannot communicate. Launch a real world to communicate."
+            )
         if self._groups is None:
             raise ContextError(
                 "there are no process groups before launch; call colonnade.launch(config) first", code="C013"

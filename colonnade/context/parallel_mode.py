@@ -135,8 +135,8 @@ class ParallelMode(metaclass=_OpenEnum):
             raise LayoutError(f"a parallel mode's value is a string such as 'new_mode', not {value!r}", code="C011")
         if data not in ("same", "distinct"):
             raise LayoutError(
-                f"ParallelMode.register(data={data!r}): pass 'same' if the ranks of a group see the same data "
-                f"(as in tensor parallelism) or 'distinct' if each sees its own (as in data parallelism)",
+                f"ParallelMode.register got data={data!r}. Pass 'same' if all ranks of a group see the same data (as "
+                "in tensor parallelism). Pass 'distinct' if each rank sees different data (as in data parallelism).",
                 code="C011",
             )
         known = cls._by_name.get(name) or cls._by_value.get(value)
@@ -144,7 +144,7 @@ class ParallelMode(metaclass=_OpenEnum):
             if (known.name, known.value, known.data) == (name, value, data):
                 return known
             raise LayoutError(
-                f"ParallelMode.register({name!r}, {value!r}, data={data!r}) clashes with {known!r} "
+                f"ParallelMode.register({name!r}, {value!r}, data={data!r}) conflicts with the existing {known!r} "
                 f"(data={known.data!r}). Choose another name and value.",
                 code="C011",
             )

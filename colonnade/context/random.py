@@ -41,7 +41,7 @@ class RandomStreams:
         mode = mode_of(mode)
         if mode in self._seeds and not overwrite:
             raise ContextError(
-                f"{mode} already has a random stream; to restart all streams, call set_seed() of the context",
+                f"{mode} already has a random stream. To restart all streams, call set_seed() of the context.",
                 code="C012",
             )
         self._seeds[mode] = seed
@@ -56,8 +56,8 @@ class RandomStreams:
         mode = mode_of(mode)
         if mode not in self._seeds:
             raise ContextError(
-                f"{mode} has no random stream; streams: {listed(known.name for known in self._seeds)}. "
-                f"Add one with streams.add({mode}, seed).",
+                f"{mode} has no random stream. Streams exist for {listed(known.name for known in self._seeds)}. Add "
+                f"a stream with streams.add({mode}, seed).",
                 code="C012",
             )
         # The state outside is restored on exit, so that numbers drawn inside, even before an error, leave no trace there.

@@ -75,7 +75,8 @@ def join_world(
         if existing != (rank, world_size):
             raise LaunchError(
                 f"torch.distributed is already initialised as rank {existing[0]} of {existing[1]}, but launch was "
-                f"called for rank {rank} of {world_size}. Leave rank and world_size out, or destroy that group first.",
+                f"called for rank {rank} of {world_size}. Leave rank and world_size out, or destroy the existing "
+                "process group first.",
                 code="C021",
             )
         return False
@@ -253,8 +254,8 @@ def _store(rank: int, world_size: int, host: str | None, port: int | None, limit
         return HashStore()
     if host is None or port is None:
         raise LaunchError(
-            f"a world of {world_size} ranks needs the address of rank 0: pass host= and port=, set MASTER_ADDR and "
-            f"MASTER_PORT, or start the script with `colonnade run --nproc {world_size} script.py`",
+            f"a world of {world_size} ranks needs the address of rank 0. Start the script with `colonnade run "
+            f"--nproc {world_size} script.py`, set MASTER_ADDR and MASTER_PORT, or pass host= and port=.",
             code="C021",
         )
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -275,8 +276,8 @@ def _store(rank: int, world_size: int, host: str | None, port: int | None, limit
             )
             if "EADDRINUSE" in str(error) or "in use" in str(error):
                 text = (
-                    f"port {port} on {host} is in use, so rank 0 cannot listen there. Choose another port "
-                    f"(`colonnade run` finds a free one automatically), or end the process that uses it."
+                    f"port {port} on {host} is in use, so rank 0 cannot listen on it. Choose another port "
+                    "(`colonnade run` finds a free one automatically), or end the process that uses it."
                 )
             raise LaunchError(text, code="C021") from error
 
@@ -411,9 +412,9 @@ def launchers_met(endpoint: str, limit: timedelta, connect: Callable[[], Any]) -
     except Exception as error:  # torch raises classes of its own
         cause = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise LaunchError(
-            f"the launchers of the machines cannot connect at {endpoint}: {cause}. Is the port free on the first "
-            f"machine, and "
-            f"reachable from here? Choose another with --rdzv-endpoint, the same on every machine",
+            f"the launchers of the machines cannot connect at {endpoint}: {cause}. Check that the port is free on "
+            "the first machine and reachable from this one. To use another port, pass the same --rdzv-endpoint on "
+            "every machine.",
             code="C021",
         ) from error
 

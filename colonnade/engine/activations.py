@@ -196,13 +196,14 @@ def _nothing_found(blocks: Sequence[str], stages: Iterable[nn.Module]) -> str:
     if blocks:
         close = did_you_mean(blocks[0], kinds)
         return (
-            f"activation_checkpoint.blocks={list(blocks)} matches no module and no class of the model.{close} Its classes are "
-            f"{listed(kinds)}"
+            f"activation_checkpoint.blocks={list(blocks)} matches no module and no class of the model.{close} "
+            f"The classes of the model are {listed(kinds)}."
         )
     return (
-        f"activation_checkpoint finds no blocks in the model: blocks are members of an nn.ModuleList or nn.Sequential with "
-        f"submodules, two or more of one class. Name them: activation_checkpoint = dict(blocks=['{kinds[0]}']), by class or by "
-        f"pattern of module names; the classes are {listed(kinds)}"
+        "activation_checkpoint finds no blocks in the model. Blocks are two or more members of one class in an "
+        "nn.ModuleList or nn.Sequential, and each has submodules. Name the blocks by class or by pattern of "
+        f"module names: activation_checkpoint = dict(blocks=['{kinds[0]}']). The classes of the model are "
+        f"{listed(kinds)}."
     )
 
 
@@ -221,8 +222,9 @@ def _ops(names: Sequence[str]) -> list[Any]:
             found += [getattr(at, overload) for overload in at.overloads()]
         elif names:
             raise ConfigError(
-                f"activation_checkpoint.keep: torch has no op {name!r}; write it as in torch.ops, for example 'aten.mm', or "
-                f"leave `keep` out for all matrix products and attention",
+                f"activation_checkpoint.keep contains {name!r}, but torch has no such op. Write the name as in "
+                "torch.ops, for example 'aten.mm'. Leave `keep` out to keep the results of all matrix products and "
+                "attention.",
                 code="C003",
             )
     return found

@@ -213,9 +213,10 @@ def _shard_parameters(
     waived = sorted(name for name in names if is_waived(name, waive))
     if waived and context.layout.distinct_data > 1:
         get_dist_logger().warning(
-            f"sync=dict(waive={list(waive)}) has no effect on {listed(waived[:8])}{', ...' if len(waived) > 8 else ''}: "
-            f"ZeRO stage 3 reduces their gradients over the ranks that shard them, and clips by the norm of the sum. For "
-            f"replicas that differ on purpose use stage 0, 1 or 2",
+            f"sync=dict(waive={list(waive)}) has no effect on "
+            f"{listed(waived[:8])}{', ...' if len(waived) > 8 else ''}. ZeRO stage 3 reduces the gradients of these "
+            "parameters over the ranks that shard them, and clips by the norm of the sum. If replicas must differ, "
+            "use stage 0, 1 or 2.",
             ranks=[0],
         )
     return sharding
@@ -302,9 +303,9 @@ def check_tied(optimizer: Any, model: nn.Module, context: ParallelContext) -> No
             differing = next((name for name in names if options.get(name) != expected.get(name)), None)
             if differing is not None:
                 raise GradientError(
-                    f"the optimizer's {differing!r} for the tied weight {key!r} differs between stages: "
-                    f"{expected.get(differing)} at stage {first}, {options.get(differing)} at stage {stage}. Both store the same "
-                    f"weight, so give both the same optimizer options for it."
+                    f"the optimizer's {differing!r} for the tied weight {key!r} is {expected.get(differing)} at "
+                    f"stage {first} and {options.get(differing)} at stage {stage}. Both stages store this weight. "
+                    "Use the same optimizer options for it at both stages."
                 )
 
 

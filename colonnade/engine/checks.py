@@ -73,7 +73,7 @@ def refuse_lazy(models: Iterable[nn.Module]) -> None:
     if lazy:
         raise ConfigError(
             f"{listed(lazy)} have no shape yet, because lazy layers such as LazyLinear get their shapes in the first "
-            f"forward pass; run one before initialize(), and build the optimizer after that pass"
+            "forward pass. Run one forward pass, build the optimizer after that pass, and then call initialize()."
         )
 
 
@@ -85,17 +85,18 @@ def refuse_optimizer(optimizer: Any, models: Iterable[nn.Module], context: Paral
     needed = [repr(arg.name) for arg in accepted if arg.default is arg.empty and arg.kind is arg.POSITIONAL_OR_KEYWORD]
     if needed:
         raise ConfigError(
-            f"{type(optimizer).__name__}.step() needs {listed(needed)}, which engine.step() does not pass: gradients are reduced "
-            f"over the ranks once per step. Use an optimizer whose step() can be called without arguments"
+            f"{type(optimizer).__name__}.step() needs {listed(needed)}, but engine.step() does not pass them, "
+            "because gradients are reduced over the ranks once per step. Use an optimizer whose step() can be called "
+            "without arguments."
         )
     known = {id(parameter) for model in models for parameter in model.parameters()}
     for at, group in enumerate(optimizer.param_groups if context.layout.distinct_data > 1 else ()):
         unknown = [tuple(p.shape) for p in group["params"] if p.requires_grad and id(p) not in known]
         if unknown:
             raise GradientError(
-                f"the optimizer (group {at}) has parameters of shape {listed(unknown[:4])} that are not the model's, so their "
-                f"gradients would not be reduced over the ranks. Make their module (a loss with weights, for example) a "
-                f"submodule of the model, or give it an optimizer and an engine of its own",
+                f"group {at} of the optimizer has parameters of shape {listed(unknown[:4])} that do not belong to "
+                "the model, so their gradients would not be reduced over the ranks. Make their module (a loss with "
+                "weights, for example) a submodule of the model. Or give this module a separate optimizer and engine.",
                 code="C070",
             )
 
@@ -122,11 +123,10 @@ def refuse_non_elementwise(optimizer: Any, model: nn.Module, context: ParallelCo
             kind = held.tensor.dim(), dim
             if kind not in tried and _steps_otherwise(optimizer, first, *kind):
                 raise GradientError(
-                    f"{type(optimizer).__name__} steps differently on a shard of a tensor than on the full tensor, and "
-                    f"{held.name!r} is sharded ({held.placement}), so this step would differ from a single process. "
-                    f"Use AdamW, SGD or another element-wise optimizer for this parameter. (A custom optimizer that "
-                    f"combines the shards itself declares "
-                    f"this by an attribute steps_on_parts = True.)",
+                    f"{type(optimizer).__name__} updates a shard of a tensor differently than the full tensor, but "
+                    f"{held.name!r} is sharded ({held.placement}). This step would differ from a single process. Use "
+                    "AdamW, SGD or another element-wise optimizer for this parameter. If your optimizer combines the "
+                    "shards, set the attribute steps_on_parts = True on it.",
                     code="C070",
                 )
             tried.add(kind)
@@ -158,11 +158,12 @@ def warn_of_batch_norm(model: nn.Module, context: ParallelContext) -> None:
     first = all(at == 0 for name, at in here.items() if name != "pipeline")
     if found and first and (context.layout.distinct_data > 1 or context.pipeline_parallel_size > 1):
         get_dist_logger().warning(
-            f"{type(model.get_submodule(found[0])).__name__} ({listed(found[:3])}{', ...' if len(found) > 3 else ''}) "
-            f"normalises over the rows that one rank has at a time, not over the global batch: gradients differ from those of "
-            f"a single process, and so do running statistics between ranks (a checkpoint for another layout has those of the "
-            f"first rank). On CUDA, call nn.SyncBatchNorm.convert_sync_batchnorm(model, gpc.get_group(ParallelMode.DATA)) "
-            f"before initialize; or use a norm over single samples (GroupNorm, LayerNorm)."
+            f"{type(model.get_submodule(found[0])).__name__} "
+            f"({listed(found[:3])}{', ...' if len(found) > 3 else ''}) normalises over the rows of one rank, not "
+            "over the global batch. Gradients differ from those of a single process. Running statistics differ "
+            "between ranks, and a checkpoint for another layout contains those of the first rank. On CUDA, call "
+            "nn.SyncBatchNorm.convert_sync_batchnorm(model, gpc.get_group(ParallelMode.DATA)) before initialize. Or "
+            "use a norm over single samples (GroupNorm, LayerNorm)."
         )
 
 
@@ -175,10 +176,10 @@ def warn_of_repeated_work(model: nn.Module, context: ParallelContext) -> None:
             continue
         if count and len(replicated_parameters(model, context, axis.mode)) == count:
             warn(
-                f"no parameter of the model is split over the {axis.size} ranks of {axis.mode.name}: they repeat each other's "
-                f"work. Build the model from the layers of colonnade.nn with tensor=dict(size={axis.size}, mode='1d'), "
-                f"place() the parameters that you shard yourself, or remove {axis.name!r} from `parallel`, so that these ranks "
-                f"become data-parallel",
+                f"no parameter of the model is sharded over the {axis.size} ranks of {axis.mode.name}, so these "
+                "ranks repeat the same work. There are three remedies. 1. Build the model from the layers of "
+                f"colonnade.nn with tensor=dict(size={axis.size}, mode='1d'). 2. Call place() on the parameters that "
+                f"your code shards. 3. Remove {axis.name!r} from `parallel`, so that the ranks become data-parallel.",
                 ranks=[0],
             )
     found: list[Any] = [getattr(layer, "arrangement", None) for layer in model.modules()]
@@ -186,8 +187,8 @@ def warn_of_repeated_work(model: nn.Module, context: ParallelContext) -> None:
     size = context.tensor_parallel_size
     if size > 1 and arrangements and not any(a.is_split("outer") or a.is_split("inner") for a in arrangements):
         warn(
-            f"the layers of colonnade.nn in the model are replicated on all {size} ranks of TENSOR, because `tensor` names no "
-            f"mode that shards them; write tensor=dict(size={size}, mode='1d')",
+            f"the layers of colonnade.nn in the model are replicated on all {size} ranks of TENSOR, because `tensor` "
+            f"has no mode that shards them. Write tensor=dict(size={size}, mode='1d').",
             ranks=[0],
         )
 
@@ -235,9 +236,9 @@ def compare_stages(
     values = digest_of(repr(torch.stack(sums).tolist() if sums else []))
     if is_same_everywhere(values, context.device, group):
         return ScheduleError(
-            f"{same_stages(forms, ranks)}, with equal values: every rank has built the full model, and a step would run "
-            f"{ranks} copies of it one after another. {split_it}. If the stages start equal on purpose, pass them as "
-            f"colonnade.split([first, second, ...]), or {_ALLOW}",
+            f"{same_stages(forms, ranks)}, with equal values. Every rank has built the full model, and a step would "
+            f"run {ranks} copies of the model one after another. {split_it}. If the stages start equal on purpose, "
+            f"pass them as colonnade.split([first, second, ...]), or {_ALLOW}",
             code="C160",
         )
     get_dist_logger().warning(
@@ -321,8 +322,8 @@ class LoopWatch:
             if id(parameter) not in self._names and name in self._names.values():
                 raise GradientError(
                     f"{name!r} was replaced by another parameter after initialize(), so the optimizer would update a "
-                    f"tensor that the model no longer uses. Load weights without assign=True, or copy them into the "
-                    f"parameter in place",
+                    "tensor that the model no longer uses. Load weights without assign=True, or copy them into the "
+                    "parameter in place.",
                     code="C046",
                 )
 
@@ -372,8 +373,9 @@ class _StepGuard:
             unsummed = any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
         if unsummed:
             raise GradientError(
-                "optimizer.step() was called on gradients that were neither reduced over the ranks nor clipped; write "
-                "engine.step(), which reduces, clips and steps, after engine.backward(loss)",
+                "optimizer.step() was called, but the gradients were neither reduced over the ranks nor clipped. "
+                "Call engine.step() after engine.backward(loss). engine.step() reduces and clips the gradients, and "
+                "then steps the optimizer.",
                 code="C046",
             )
 
@@ -418,9 +420,9 @@ def refuse_batch(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any
     if not (is_batch or later or isinstance(model, Chunks)):
         return
     raise ScheduleError(
-        "engine(...) was called with a batch, but the model is split over a pipeline and this rank has one stage of it. Call "
-        "output, label, loss = engine.execute_schedule(iter([batch])) on every rank instead of engine(batch) and "
-        "engine.backward(loss), then engine.step(); to evaluate, add forward_only=True",
+        "engine(...) was called with a batch, but this rank has only one pipeline stage of the model. On every rank, "
+        "call output, label, loss = engine.execute_schedule(iter([batch])) and then engine.step(). This replaces "
+        "engine(batch) and engine.backward(loss). To evaluate, add forward_only=True.",
         code="C132",
     )
 
@@ -507,7 +509,8 @@ class SameBatch:
         if all(forms.values()):
             forms_text = "; ".join(f"{_FORMS[form]} on ranks {listed(ranks)}" for form, ranks in forms.items())
             raise GradientError(
-                f"step {self._step}: the loss does not have the same form on all ranks: {forms_text}; {USE_ONE_FORM}",
+                f"step {self._step}: the loss does not have the same form on all ranks. It is {forms_text}. To "
+                f"correct this, {USE_ONE_FORM}",
                 code="C045",
             )
 
@@ -536,11 +539,11 @@ class SameBatch:
                     else ""
                 )
                 raise ScheduleError(
-                    f"step {self._step}: ranks {other} and {rank} differ only on the axis {axes}, so they must get "
-                    f"the same data, but they got different {kind}: {other_rows} rows on rank {other}, {rows} on rank "
-                    f"{rank}"
-                    f"{'' if other_rows != rows else ', of other content'}. {SAME_BATCHES_ADVICE}{own_groups}. If the ranks of this axis "
-                    f"should get different batches, set compare_batches=False in the config",
+                    f"step {self._step}: ranks {other} and {rank} must get the same data, because they differ only "
+                    f"on the axis {axes}. But they got different {kind}: {other_rows} rows on rank {other}, {rows} "
+                    f"rows on rank {rank}{'' if other_rows != rows else ' with different content'}. "
+                    f"{SAME_BATCHES_ADVICE}{own_groups}. If the ranks of this axis should get different batches, set "
+                    "compare_batches=False in the config.",
                     code="C044",
                 )
 
@@ -637,10 +640,10 @@ def _compare(names: list[str], dtypes: list[torch.dtype], sums: Tensor) -> None:
             found.append(name)
     if found:
         raise GradientError(
-            f"the plan leaves {listed(map(repr, found[:8]))}{' ...' if len(found) > 8 else ''} replicated, but its "
-            f"gradient differs between the ranks of the tensor group, because each rank uses the parameter for its "
-            f"own shard of the features. Give its layer "
-            f"the style 'replicated_with_grad_allreduce' in the plan, so that the gradients are all-reduced",
+            f"the TP plan leaves {listed(map(repr, found[:8]))}{' ...' if len(found) > 8 else ''} replicated, but "
+            "the gradient differs between the ranks of the tensor group. The reason is that each rank uses the "
+            "parameter for its own shard of the features. Give the layer of this parameter the style "
+            "'replicated_with_grad_allreduce' in the plan. The gradients are then all-reduced.",
             code="C047",
         )
 
@@ -802,9 +805,9 @@ class _Meeting:
 
     def _error(self, what: str) -> GradientError:
         return GradientError(
-            f"the model is called outside of a training step on rank {self._rank}, and {what}. Its parameters are "
-            f"sharded over ranks "
-            f"{listed(self._ranks)} of {self._mode.name}, so a forward pass needs all of them: evaluate and generate on every "
-            f"rank, and only print and log under a condition such as `if rank == 0`",
+            f"rank {self._rank} calls the model outside of a training step, and {what}. The parameters of the model "
+            f"are sharded over ranks {listed(self._ranks)} of {self._mode.name}, so all these ranks must call a "
+            "forward pass. Evaluate and generate on every rank. Only print and log under a condition such as `if "
+            "rank == 0`.",
             code="C130",
         )

@@ -40,8 +40,9 @@ def compile_model(model: nn.Module, criterion: Any, options: Any, context: Paral
     split = [mode for mode in _INSIDE if context.is_initialized(mode) and context.get_world_size(mode) > 1]
     if split and not torch_versions.COMPILES_COLLECTIVES:
         raise ConfigError(
-            f"compile: torch {torch.__version__} omits all-reduces over {split[0]} from the compiled backward pass, so gradients "
-            f"would be wrong; use torch 2.13 or later, or leave compile out of the config",
+            f"compile gives wrong gradients here, because torch {torch.__version__} omits all-reduces over "
+            f"{split[0]} from the compiled backward pass. Use torch 2.13 or later, or leave compile out of the "
+            "config.",
             code="C023",
         )
     # By the class's own attribute: a user's subclass inherits `layer_kind`, but may return more than a tensor.
@@ -54,7 +55,10 @@ def compile_model(model: nn.Module, criterion: Any, options: Any, context: Paral
         try:
             module.compile(**settings.options)
         except Exception as error:  # torch raises many types
-            raise ConfigError(f"compile: torch.compile cannot be called with {settings.options}: {error}") from error
+            raise ConfigError(
+                f"torch.compile cannot be called with the options {settings.options} of `compile`: {error}. Correct "
+                "the options in the config."
+            ) from error
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:

@@ -122,9 +122,7 @@ class WholeWeights:
         """
         to_file = to not in ("all", "first")
         if to_file and local_path(to, "the file of engine.full_state_dict()", CheckpointError).suffix != ".safetensors":
-            raise CheckpointError(
-                f"to= must be 'all', 'first' or the name of a .safetensors file to write, not {str(to)!r}"
-            )
+            raise CheckpointError(f"to is {str(to)!r}; pass 'all', 'first' or the name of a .safetensors file to write")
         # Imported here, so that a run without an export does not load the checkpoint code.
         from colonnade.checkpoint.full_weights import FullTensors, save_full
 
@@ -277,7 +275,9 @@ class LossBook:
             means = [rank for rank, (count, _) in zip(world.ranks, numbers, strict=True) if 0 < count < _LEAST]
             if means:
                 raise GradientError(
-                    f"rank {listed(means)} gave a mean, others their loss as (sum, count); {USE_ONE_FORM}", code="C045"
+                    f"rank {listed(means)} gave the loss as a mean, and other ranks gave it as (sum, count). To "
+                    f"correct this, {USE_ONE_FORM}",
+                    code="C045",
                 )
             return self.factor(torch.tensor(numbers, dtype=torch.float64, device="cpu").sum(0), scaler)
 
@@ -316,7 +316,9 @@ class LossBook:
             return
         if bool((totals > 0).all()):
             raise GradientError(
-                f"some ranks gave their loss as (sum, count), others as a mean; {USE_ONE_FORM}", code="C045"
+                "some ranks gave the loss as (sum, count), and other ranks gave it as a mean. To correct this, "
+                f"{USE_ONE_FORM}",
+                code="C045",
             )
 
     def any_rank_has_batch(self, batch_here: bool) -> bool:
@@ -536,8 +538,8 @@ class Engine(LastStep, WholeWeights):
         if self._passes == self.accumulation:
             raise GradientError(
                 f"backward() was called {self._passes + 1} times in one step, but gradient_accumulation is "
-                f"{self.accumulation}; call step() after each backward(), add up the losses of one batch, or set "
-                f"gradient_accumulation in the config",
+                f"{self.accumulation}. There are three remedies. 1. Call step() after each backward(). 2. Add up the "
+                "losses of one batch before backward(). 3. Set gradient_accumulation in the config.",
                 code="C046",
             )
         self._passes += 1
@@ -633,8 +635,9 @@ class Engine(LastStep, WholeWeights):
         if self._passes == 0:
             with self._raise_on_all_ranks():
                 raise GradientError(
-                    "step() before backward(): there are no gradients to apply. Write engine.backward(loss) instead of "
-                    "loss.backward(), which reduces nothing over the ranks",
+                    "step() was called before backward(), so there are no gradients to apply. Call "
+                    "engine.backward(loss), not loss.backward(), because loss.backward() does not reduce gradients "
+                    "over the ranks.",
                     code="C046",
                 )
         self._check_not_failed()
@@ -704,8 +707,8 @@ class Engine(LastStep, WholeWeights):
     def _check_not_failed(self) -> None:
         if self._failed:
             raise GradientError(
-                "the last backward pass of this step failed, so its gradients are incomplete; call engine.zero_grad() to "
-                "abandon the step on all ranks, and continue with the next batch",
+                "the last backward pass of this step failed, so the gradients are incomplete. Call "
+                "engine.zero_grad() to abandon the step on all ranks, and continue with the next batch.",
                 code="C046",
             )
 
@@ -738,8 +741,8 @@ class Engine(LastStep, WholeWeights):
         if others:
             raise GradientError(
                 f"backward failed on this rank. Ranks {listed(others)} share no gradient all-reduce with this rank, "
-                f"so they cannot learn of the failure and would take the step. Stop the run, and resume from a "
-                f"checkpoint",
+                "so they do not learn of the failure and would complete the step. Stop the run, and resume from a "
+                "checkpoint.",
                 code="C046",
             )
         # Gradients of the failed pass are incomplete; zeros are sent in their place.
@@ -830,8 +833,9 @@ class Engine(LastStep, WholeWeights):
         """
         if self.gathers_weights:
             raise GradientError(
-                "engine.batches() cannot let a rank run out of batches while FSDP2 (zero stage 3) gathers parameters in "
-                "every forward pass: give all ranks equally many batches and loop over the loader itself, or use stage 2",
+                "engine.batches() is not available with FSDP2 (ZeRO stage 3), because every forward pass gathers "
+                "parameters from all ranks. A rank cannot run out of batches before the others. Give all ranks the "
+                "same number of batches, and loop over the loader directly. Or use stage 2.",
                 code="C046",
             )
         iterator = iter(loader)
@@ -853,8 +857,9 @@ class Engine(LastStep, WholeWeights):
                     if passes != 1 or self._passes == self.accumulation:
                         raise GradientError(
                             f"the body of a loop over engine.batches() called backward() {passes} times for one "
-                            f"batch, and {self._passes} of {self.accumulation} passes wait for step(). Ranks can only "
-                            f"agree on the number of batches if every batch has one call of backward() and step()",
+                            f"batch, and {self._passes} of {self.accumulation} passes wait for step(). Call "
+                            "backward() and step() once for each batch. Ranks cannot agree on the number of batches "
+                            "in any other case.",
                             code="C046",
                         )
             # No rank has a batch left, but the last step is not full: complete it, on all ranks.

@@ -184,9 +184,9 @@ class Guard:
                     if found is not None:
                         step, own, other = found
                         raise GradientError(
-                            f"rank {rank} is {place} and waits for rank {here}, which has made all its calls of step "
-                            f"{self._steps - 1}; their calls differ from step {self._in_order + step} on: rank {here} {own}, "
-                            f"rank {rank} {other}. {_SAME_CALLS}",
+                            f"rank {rank} is {place} and waits for rank {here}, but rank {here} has completed all "
+                            f"its calls of step {self._steps - 1}. The calls of the two ranks differ from step "
+                            f"{self._in_order + step} on: rank {here} {own}, rank {rank} {other}. {_SAME_CALLS}",
                             code="C043",
                         )
                 after = 2 * (time.monotonic() - begin)
@@ -213,7 +213,7 @@ class Guard:
         lines = [*calls, *_replicas_apart(apart, reports)]
         more = f"\n  ... and {len(lines) - _NAMED} more" if len(lines) > _NAMED else ""
         return (
-            f"the ranks have diverged, after {self._steps} steps (in agreement after {self._in_order}):\n  "
+            f"the ranks have diverged after {self._steps} steps. They last agreed after {self._in_order} steps.\n  "
             + "\n  ".join(lines[:_NAMED])
             + f"{more}\n{_SAME_CALLS if calls else _SAME_REPLICAS}"
         )
@@ -284,8 +284,8 @@ def _plans_apart(apart: dict[int, dict[int, list[int]]], reports: dict[int, Any]
             differing = ((left, right) for left, right in zip(plan, other_plan, strict=False) if left != right)
             (_, left), (_, right) = next(differing, (ended, ended))
             yield (
-                f"the planned reductions: rank {listed(first)} starts the reduction of {left!r} where rank {listed(other)} "
-                f"starts the reduction of {right!r}"
+                f"the planned reductions differ: rank {listed(first)} starts the reduction of {left!r}, but rank "
+                f"{listed(other)} starts the reduction of {right!r} at the same place"
             )
 
 

@@ -80,7 +80,7 @@ def _require_float8(settings: Float8Settings, device: torch.device) -> None:
     """Raise if torchao is not installed or the device does not support the recipe."""
     if importlib.util.find_spec("torchao") is None:
         raise ConfigError(
-            "float8 needs torchao, which is not installed: pip install torchao, or leave float8 out", code="C024"
+            "float8 needs torchao, which is not installed. Run pip install torchao, or leave float8 out.", code="C024"
         )
     if settings.emulate:
         return
@@ -90,8 +90,8 @@ def _require_float8(settings: Float8Settings, device: torch.device) -> None:
     if found < needed:
         here = f"{device} has {found[0]}.{found[1]}" if device.type == "cuda" else f"this rank computes on {device}"
         raise ConfigError(
-            f"float8 with recipe={settings.recipe!r} needs a GPU of compute capability {needed[0]}.{needed[1]} or above, and "
-            f"{here}. Leave float8 out, or try it with float8=dict(emulate=True), which is slow.",
+            f"float8 with recipe={settings.recipe!r} needs a GPU of compute capability {needed[0]}.{needed[1]} or "
+            f"above, but {here}. Leave float8 out. To try it slowly on this device, set float8=dict(emulate=True).",
             code="C024",
         )
 
@@ -202,8 +202,9 @@ class Precision:
         }
         if len(set(masters.values())) > 1:
             raise ConfigError(
-                f"bf16.master_weights={masters['bf16']} and zero.master_weights={masters['zero']} both decide whether the "
-                f"optimizer steps on fp32 weights. Set only one of them, or both to the same value.",
+                f"bf16.master_weights={masters['bf16']} and zero.master_weights={masters['zero']} contradict each "
+                "other. Both options decide whether the optimizer steps on fp32 weights. Set only one of them, or "
+                "set both to the same value.",
                 code="C003",
             )
         fp16, bf16 = Fp16Settings.read(config.get("fp16")), Bf16Settings.read(config.get("bf16"))
@@ -235,8 +236,8 @@ class Precision:
         if floating and all(found is torch.float64 for found in floating.values()):
             key = "bf16" if self.dtype is torch.bfloat16 else "fp16"
             raise ConfigError(
-                f"{key} has no effect on this model: {next(iter(floating))} and all its other parameters are float64, which "
-                f"autocast leaves as they are. Pass model.float(), or leave {key} out.",
+                f"{key} has no effect on this model, because {next(iter(floating))} and all other parameters are "
+                f"float64, and autocast does not change float64. Pass model.float(), or leave {key} out.",
                 code="C003",
             )
         for module in model if isinstance(model, nn.ModuleList) else [model]:

@@ -79,8 +79,9 @@ class Stages:
             return self.given
         if not isinstance(schedule, PipelineSchedule):
             raise ConfigError(
-                f"the model is split into {len(self.modules)} stages, but {type(schedule).__name__} runs no pipeline; "
-                f"set one that does, such as schedule=dict(type='OneFOneB', num_microbatches=8), or pass the model without split()"
+                f"the model is split into {len(self.modules)} stages, but the schedule {type(schedule).__name__} "
+                "does not run a pipeline. Set a pipeline schedule, such as schedule=dict(type='OneFOneB', "
+                "num_microbatches=8), or pass the model without split()."
             )
         stage = context.get_local_rank(ParallelMode.PIPELINE)
         return take_stages(self.given, schedule.stage_ranks(context.pipeline_parallel_size), stage)
@@ -95,8 +96,8 @@ def read_stages(model: nn.Module | Split | Callable[[], nn.Module | Split]) -> S
     built = model if isinstance(model, (nn.Module, Split)) else model()
     if not isinstance(built, (nn.Module, Split)):
         raise ConfigError(
-            f"model is a torch.nn.Module, the result of colonnade.split, or a function that returns one of these, not "
-            f"{type(built).__name__}"
+            f"model is a {type(built).__name__}; pass a torch.nn.Module, the result of colonnade.split, or a "
+            "function that returns one of these two"
         )
     stages = Stages(built, list(built) if isinstance(built, Split) else [built])
     refuse_lazy(stages.modules)
@@ -164,12 +165,14 @@ def prepare_optimizer(
     built = optimizer if hasattr(optimizer, "param_groups") else optimizer(model.parameters())
     if not hasattr(built, "step") or not hasattr(built, "param_groups"):
         raise ConfigError(
-            f"optimizer is a torch optimizer or a function of the parameters that returns one, not {type(built).__name__}"
+            f"optimizer is a {type(built).__name__}; pass a torch optimizer, or a function that takes the parameters "
+            "and returns an optimizer"
         )
     if getattr(built, "is_sharded_elsewhere", False):
         raise GradientError(
-            "the optimizer was sharded by an earlier initialize(), whose engine has its state; build a new optimizer. To "
-            "continue with that state, call load_state_dict(engine.optimizer.state_dict()) on the new one",
+            "the optimizer was sharded by an earlier initialize(), and the engine of that call owns its state. Build "
+            "a new optimizer. To continue with the old state, call load_state_dict(engine.optimizer.state_dict()) on "
+            "the new optimizer.",
             code="C070",
         )
     refuse_optimizer(built, [model, *others], context)
@@ -217,7 +220,8 @@ def prepare_sums(
     if zero.stage in (1, 2) and optimizer is not None:
         if not isinstance(optimizer, Optimizer):
             raise ConfigError(
-                f"zero stages 1 and 2 shard a torch optimizer, not {type(optimizer).__name__}; pass one, or turn zero off",
+                f"ZeRO stages 1 and 2 shard a torch optimizer, but optimizer is a {type(optimizer).__name__}. Pass a "
+                "torch optimizer, or turn zero off.",
                 code="C070",
             )
         driven = ZeroOptimizer(optimizer, model, zero, config.get("flat_step"))

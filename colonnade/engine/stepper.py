@@ -168,9 +168,10 @@ class OwnNorms:
             ]
             if outside:
                 raise ConfigError(
-                    f"clip_grad_norm together with sync=dict(waive=...): {listed(outside[:8])} are waived, and sharded over ranks "
-                    f"with different data, so a replica of the model stores only a part of them and cannot compute their norm. "
-                    f"Do not waive them, or clip with colonnade.clip_grad_norm_ in a custom handler",
+                    f"clip_grad_norm cannot be used with sync=dict(waive=...) here. {listed(outside[:8])} are waived "
+                    "and sharded over ranks with different data. A replica of the model stores only a part of them "
+                    "and cannot compute their norm. Do not waive these parameters, or clip with "
+                    "colonnade.clip_grad_norm_ in a custom handler.",
                     code="C131",
                 )
         reduced = any(entry.tensor.requires_grad and entry.name not in waived for entry in held)
@@ -309,8 +310,8 @@ class Stepper:
             clip = ClipSettings(max_norm=float("inf"))  # fp16 overflows are found by the norm
         if graph and clip is not None and clip.nonfinite == "raise":
             raise ConfigError(
-                "cuda_graph is not available with clip_grad_norm=dict(nonfinite='raise'), which reads the norm on the "
-                "host in every step; use nonfinite='skip', and engine.skipped_steps",
+                "cuda_graph is not available with clip_grad_norm=dict(nonfinite='raise'), because 'raise' reads "
+                "the norm on the host in every step. Use nonfinite='skip', and read engine.skipped_steps.",
                 code="C003",
             )
         self._context = context

@@ -306,8 +306,8 @@ class ZeROGradientHandler(BaseGradientHandler):
         super().__init__(model, optimizer)
         if not callable(getattr(optimizer, "sync_grad", None)):
             raise GradientError(
-                f"ZeROGradientHandler needs an optimizer with sync_grad(), not {type(optimizer).__name__}; "
-                f"use DataParallelGradientHandler with any other optimizer",
+                f"ZeROGradientHandler needs an optimizer with sync_grad(), but {type(optimizer).__name__} has no "
+                "sync_grad(). Use DataParallelGradientHandler.",
                 code="C042",
             )
 
@@ -438,13 +438,13 @@ def build_gradient_handler(entry: Any, model: nn.Module, optimizer: Any) -> Base
         handler = handler_class(model, optimizer, **settings)
     except TypeError as error:
         raise ConfigError(
-            f"gradient_handler: {name} could not be built with {settings or 'no further arguments'}: {error}. The call is "
-            f"{name}(model, optimizer, **the other keys of its dict in the config).",
+            f"the gradient handler {name} could not be built with {settings or 'no further arguments'}: {error}. The "
+            f"config calls {name}(model, optimizer, **kwargs), where kwargs are the other keys of the handler's dict.",
             code="C042",
         ) from error
     if not callable(getattr(handler, "handle_gradient", None)):
         raise ConfigError(
-            f"gradient_handler: {name} has no handle_gradient(); inherit BaseGradientHandler", code="C042"
+            f"the gradient handler {name} has no handle_gradient(). Inherit BaseGradientHandler.", code="C042"
         )
     return handler
 
@@ -504,8 +504,9 @@ def plan_sums(
             for name, parameter in zip(reduction.names, reduction.parameters, strict=True):
                 if shards is not None and id(parameter) in shards.labels:
                     raise GradientError(
-                        f"{type(handler).__name__} sums {name!r} by hand, but with zero stages 1 and 2 gradients are reduced "
-                        f"into slices; declare the reduction in a PlannedGradientHandler, or turn zero off",
+                        f"{type(handler).__name__} sums {name!r} in handle_gradient(), but ZeRO stages 1 and 2 "
+                        "reduce gradients into slices. Declare the reduction in a PlannedGradientHandler, or turn "
+                        "zero off.",
                         code="C042",
                     )
 

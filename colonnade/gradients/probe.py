@@ -218,7 +218,7 @@ def _run(
             changed = entry.demand.parameter.grad
             if changed is None:
                 raise LedgerError(
-                    f"{name} set the gradient of {entry.demand.name} to None; a handler changes gradients in place",
+                    f"{name} set the gradient of {entry.demand.name} to None. Change gradients in place in a handler.",
                     code="C042",
                 )
             entry.values.append(local_part(changed).flatten()[: len(entry.columns)].double().cpu())
@@ -226,8 +226,8 @@ def _run(
         raise
     except Exception as error:
         raise LedgerError(
-            f"{name}.handle_gradient() raised {type(error).__name__} on gradients of small integers: {error}. "
-            f"If the handler needs other gradients, define covers() on it.",
+            f"{name}.handle_gradient() raised {type(error).__name__} on test gradients of small integers: {error}. "
+            "If the handler needs other gradients, define covers() on it.",
             code="C042",
         ) from error
     finally:
@@ -255,9 +255,9 @@ def _explain(handler: BaseGradientHandler, entry: _Probed, values: _ProbeValues,
     own = values.of(rank, entry.columns)[:4].tolist()
     last = [round(value, 4) for value in entry.values[-1][:4].tolist()]
     raise LedgerError(
-        f"{type(handler).__name__} changed the gradient of {entry.demand.name} in a way that is no sum over a group of "
-        f"any mode: its first elements {own} became {last}. Define covers() on the handler, or name the parameter in "
-        f"sync=dict(waive=[...]).",
+        f"{type(handler).__name__} changed the gradient of {entry.demand.name}, but the change is not a sum over a "
+        f"group of any mode. Its first elements {own} became {last}. Define covers() on the handler, or add the "
+        "parameter to sync=dict(waive=[...]).",
         code="C042",
     )
 
@@ -390,7 +390,7 @@ def find_difference(rank: int, ranks: Sequence[int], states: Mapping[int, Any], 
     first, second = sorted([rank, culprits[0]])
     return (
         f"rank {second} {states[second]['does']} where rank {first} {states[first]['does']} (after {number - 1} equal "
-        f"calls over these ranks); a handler must do the same on every rank"
+        f"calls over these ranks). Let the handler make the same calls on every rank"
     )
 
 

@@ -206,8 +206,9 @@ def sums_of(
                     before, by = known.setdefault(option, (value, type(handler).__name__))
                     if before != value:
                         raise ConfigError(
-                            f"gradient_handler: {by} has {option}={before!r} and {type(handler).__name__} {option}={value!r}, "
-                            f"but both reduce {name!r}, in one sum; give both the same {option}",
+                            f"the gradient handlers {by} and {type(handler).__name__} both reduce {name!r} in one "
+                            f"sum, but {by} has {option}={before!r} and {type(handler).__name__} has "
+                            f"{option}={value!r}. Give both handlers the same {option}.",
                             code="C003",
                         )
     for name, parameter in unsummed:

@@ -52,8 +52,8 @@ def open_groups(sums: Sequence[Sum], log: Log) -> dict[tuple[int, ...], RankGrou
         for name, parameter in zip(sum_.names, sum_.parameters, strict=True):
             if id(parameter) in names:
                 raise GradientError(
-                    f"{name!r} is in two reductions (in the first as {names[id(parameter)]!r}); join them into one "
-                    f"reduction over all their ranks"
+                    f"{name!r} is in two reductions; in the first its name is {names[id(parameter)]!r}. Join the two "
+                    "into one reduction over all their ranks."
                 )
             names[id(parameter)] = name
         if not sum_.divisor > 0:
@@ -271,9 +271,9 @@ class Synchroniser:
                 (was, writes), (grad, writes_now) = before, now
                 if was is not grad or writes != writes_now:
                     raise GradientError(
-                        f"the gradient of {name!r} was changed between backward and step, before it was summed over the "
-                        f"ranks. To clip, set clip_grad_norm in the config (not torch.nn.utils.clip_grad_norm_); for any other "
-                        f"change write a gradient handler",
+                        f"the gradient of {name!r} was changed between backward and step, before it was summed over "
+                        "the ranks. To clip, set clip_grad_norm in the config and do not call "
+                        "torch.nn.utils.clip_grad_norm_. For any other change write a gradient handler.",
                         code="C046",
                     )
 

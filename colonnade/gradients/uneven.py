@@ -131,8 +131,8 @@ class SumState:
             at = next(at for at, (old, new) in enumerate(zip(self._kinds, kinds, strict=True)) if old != new)
             old, new = (f"{dtype} on {device}" for dtype, device in (self._kinds[at], kinds[at]))
             raise GradientError(
-                f"{self.sum.names[at]!r} was {old} at initialize() and is {new} now; move or convert the model before "
-                f"initialize()"
+                f"the parameter {self.sum.names[at]!r} was {old} at initialize() and is {new} now. Move or convert "
+                "the model before initialize()."
             )
         self._fresh = True
 
@@ -274,14 +274,15 @@ class GroupNotes:
         counting = [rank for rank, step in zip(ranks, steps, strict=True) if step > _NO_STEP]
         if counting:
             raise GradientError(
-                f"rank {listed(counting)} gave its loss as (sum, count), and rank "
-                f"{listed(set(ranks).difference(counting))} gave a mean; {USE_ONE_FORM}",
+                f"rank {listed(counting)} gave the loss as (sum, count), and rank "
+                f"{listed(set(ranks).difference(counting))} gave it as a mean. To correct this, {USE_ONE_FORM}",
                 code="C045",
             )
         if len({*steps}) > 1:
             at = ", ".join(f"rank {rank}: {step}" for rank, step in zip(ranks, steps, strict=True))
             raise GradientError(
-                f"ranks are not at the same gradient synchronisation ({at}); a rank has skipped or repeated one",
+                f"ranks are not at the same gradient synchronisation ({at}), because a rank has skipped or repeated "
+                "one. Call backward() and step() equally often on every rank.",
                 code="C043",
             )
 
@@ -300,8 +301,8 @@ class GroupNotes:
         if not failed and len({*counts}) > 1:
             means, pairs = ([r for r, form in zip(ranks, counts, strict=True) if form == kind] for kind in (0, 1))
             raise GradientError(
-                f"the loss does not have the same form on all ranks: a mean on rank {listed(means)}; (sum, count) on rank "
-                f"{listed(pairs)}; {USE_ONE_FORM}",
+                f"the loss does not have the same form on all ranks. It is a mean on rank {listed(means)} and (sum, "
+                f"count) on rank {listed(pairs)}. To correct this, {USE_ONE_FORM}",
                 code="C045",
             )
         return self._reports
@@ -342,8 +343,8 @@ def finish_uneven(state: SumState, reports: Sequence[bytes], factor: float | Ten
         sparse = any(note & SPARSE for note in notes)
         if sparse and sum_.sharding is not None:
             raise GradientError(
-                f"the gradient of {sum_.names[position]!r} is sparse, and ZeRO shards dense gradients only; build its "
-                f"layer with sparse=False, or turn zero off"
+                f"the gradient of {sum_.names[position]!r} is sparse, but ZeRO shards only dense gradients. Build "
+                "the layer with sparse=False, or turn zero off."
             )
         # Outside its bucket on some rank: reduced densely, and added to the bucket's sum of the other ranks. Sparse on every rank
         # that has it: stays sparse. In the bucket on some ranks (zero on the others): the sum is there, only `.grad` must be set.
@@ -425,8 +426,8 @@ def finish_uneven(state: SumState, reports: Sequence[bytes], factor: float | Ten
 def explain(sum_: Sum, position: int, ranks: Sequence[int], step: int) -> str:
     """The log message for a parameter that had no gradient on some ranks."""
     return (
-        f"step {step}: no gradient for {sum_.names[position]!r} on ranks {listed(ranks)}, but other ranks of "
-        f"{listed(sum_.ranks)} have one; the missing gradients count as zero (logged once)"
+        f"step {step}: ranks {listed(ranks)} have no gradient for {sum_.names[position]!r}, but other ranks of "
+        f"{listed(sum_.ranks)} have one. The missing gradients count as zero (logged once)."
     )
 
 
@@ -495,15 +496,15 @@ class PiggybackedFlags:
         if sum(count > 0 for count in slots) > 1:
             raise GradientError(
                 f"ranks were at different steps {_LAG} steps ago, because a rank has skipped or repeated a step. All "
-                f"ranks skipped that step",
+                "ranks skipped that step. Call step() equally often on every rank.",
                 code="C043",
             )
         if deviates > 0 and not self._uneven:
             self._uneven = True
             message = (
-                f"step {self._step - _LAG} was skipped: on some rank, the set of parameters with a gradient has changed. "
-                f"From now on the ranks compare these sets in every step, so that no other step is skipped for this "
-                f"reason"
+                f"step {self._step - _LAG} was skipped, because the set of parameters with a gradient has "
+                "changed on some rank. From now on the ranks compare these sets in every step, and no other step "
+                "is skipped for this reason"
             )
         self.steady = not self._uneven and unsteady == 0
         return message

@@ -102,7 +102,7 @@ def prepare_sequence(model: nn.Module, context: ParallelContext) -> None:
     methods = [section["attention"] for section in sections if hasattr(section, "get") and "attention" in section]
     method: Any = methods[0] if methods else "ring"
     if method not in ("ring", "ulysses"):
-        raise ConfigError(f"parallel.sequence.attention={method!r}: allowed are 'ring' and 'ulysses'", code="C061")
+        raise ConfigError(f"parallel.sequence.attention is {method!r}; allowed are 'ring' and 'ulysses'", code="C061")
     check_model(model, size, method, context)
 
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -128,13 +128,14 @@ def _mask(*_: Any, use_vmap: bool = False, **__: Any) -> SplitSequence:
     """
     if use_vmap:
         raise LayoutError(
-            "context parallelism: the model adds a custom mask function, which no kernel here supports; train it "
-            "without parallel.sequence",
+            "context parallelism does not support custom mask functions, but the model adds one. Train the model "
+            "without parallel.sequence.",
             code="C061",
         )
     if _Current.batch is None:
         raise LayoutError(
-            "context parallelism: call the model that was passed to parallelize(), not a model inside it",
+            "context parallelism got a call of a module inside the model. Call the model that was passed to "
+            "parallelize().",
             code="C061",
         )
     return _Current.batch
@@ -155,15 +156,16 @@ def _attention(
     """An attention function with the signature of transformers' attention interface."""
     if not isinstance(attention_mask, SplitSequence):
         raise LayoutError(
-            f"context parallelism: {type(module).__name__} got the mask {attention_mask!r:.60}; custom masks, and "
-            f"models that do not use transformers' masking_utils, are not supported; train it without parallel.sequence",
+            f"context parallelism does not support the mask {attention_mask!r:.60} of {type(module).__name__}. "
+            "Custom masks and models without transformers' masking_utils are not supported. Train the model without "
+            "parallel.sequence.",
             code="C061",
         )
     for name in ("softcap", "position_bias"):
         if others.get(name) is not None:
             raise LayoutError(
-                f"context parallelism: {type(module).__name__} has {name}={others[name]!r:.60}, which no kernel here "
-                f"supports; train it without parallel.sequence",
+                f"context parallelism does not support {name}={others[name]!r:.60} of {type(module).__name__}. Train "
+                "the model without parallel.sequence.",
                 code="C061",
             )
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
@@ -211,7 +213,8 @@ def split_batch(model: nn.Module, batch: Mapping[str, Any]) -> tuple[dict[str, A
     batch = {name: value for name, value in batch.items() if value is not None}
     if not {"input_ids", "inputs_embeds"} & batch.keys():
         raise LayoutError(
-            f"context parallelism: the batch has {listed(batch)}, but no input_ids to split",
+            f"context parallelism splits input_ids, but the batch contains only {listed(batch)}. Add input_ids to "
+            "the batch.",
             code="C061",
         )
     unsupported = [
@@ -225,8 +228,8 @@ def split_batch(model: nn.Module, batch: Mapping[str, Any]) -> tuple[dict[str, A
     ]
     if unsupported:
         raise LayoutError(
-            f"context parallelism: the batch has {', '.join(map(repr, unsupported))}; supported are "
-            f"{', '.join(_BY_TOKEN)}, each (batch, length), and nothing that refers to the full sequence",
+            f"context parallelism does not support {', '.join(map(repr, unsupported))} in the batch. Supported are "
+            f"{', '.join(_BY_TOKEN)}, each of shape (batch, length). Remove inputs that refer to the full sequence.",
             code="C061",
         )
 
@@ -236,8 +239,8 @@ def split_batch(model: nn.Module, batch: Mapping[str, Any]) -> tuple[dict[str, A
     parts = Parts.of(total, size, splitting.balanced)
     if min(run.length for runs in parts.segments for run in runs) == 0:
         raise LayoutError(
-            f"a batch of {total} tokens per row is too short for {size} ranks of parallel.sequence; pad rows to "
-            f"{2 * size if parts.balanced else size} tokens or more",
+            f"a batch of {total} tokens per row is too short for {size} ranks of parallel.sequence. Pad rows to at "
+            f"least {2 * size if parts.balanced else size} tokens.",
             code="C061",
         )
     if splitting.labels == "next" and "labels" in batch:
@@ -287,16 +290,16 @@ def find_documents(batch: Mapping[str, Any]) -> tuple[tuple[tuple[tuple[int, ...
         for row, (start, stop, count, wrong) in enumerate(rows):
             if count and stop - start != count:
                 raise LayoutError(
-                    f"context parallelism: the attention_mask of row {row} masks positions between tokens, which no "
-                    f"kernel here supports; put all padding behind the tokens",
+                    "context parallelism does not support masked positions between tokens, but the attention_mask of "
+                    f"row {row} has some. Put all padding after the tokens.",
                     code="C061",
                 )
             if wrong:
                 # Padding attends to padding here, so these predictions would differ from a single process.
                 raise LayoutError(
-                    f"context parallelism: row {row} has {wrong} labels that would be predicted from padding, with a "
-                    f"different result than in a single process; set them to {IGNORED}. If padding comes before the "
-                    f"tokens, also set the label of the first token",
+                    f"row {row} has {wrong} labels that would be predicted from padding, so the result would differ "
+                    f"from a single process. Set these labels to {IGNORED}. If padding comes before the tokens, also "
+                    f"set the label of the first token to {IGNORED}.",
                     code="C061",
                 )
         ends = [[0, start, stop, total] if count else [0, total] for start, stop, count, _ in rows]
@@ -374,14 +377,16 @@ def check_model(model: Any, size: int, method: str, context: ParallelContext) ->
         ),
         (
             method == "ulysses" and bool(uneven),
-            f"attention='ulysses' needs a number of heads that the ranks divide, but {tensor} tensor ranks have {listed(uneven)} "
-            f"heads; use 'ring'",
+            (
+                f"attention='ulysses' needs a number of heads that the ranks divide, but {tensor} tensor ranks have "
+                f"{listed(uneven)} heads; use 'ring'"
+            ),
         ),
     ]
     for wrong, reason in problems:
         if wrong:
             raise LayoutError(
-                f"{type(model).__name__} cannot run on {size} ranks of parallel.sequence: {reason}. Train it without "
-                f"parallel.sequence",
+                f"{type(model).__name__} cannot run on {size} ranks of parallel.sequence, because {reason}. Train "
+                "the model without parallel.sequence.",
                 code="C061",
             )

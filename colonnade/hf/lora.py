@@ -54,8 +54,8 @@ class Adapters:
                 is_adapted = hasattr(module, "base_layer") and hasattr(module, "adapter_layer_names")
                 if is_adapted and not hasattr(module, "lora_A"):
                     raise PlacementError(
-                        f"{name!r} has adapters of type {type(module).__module__.split('.')[-2]}; under tensor parallelism only "
-                        f"LoRA adapters are sharded with their layer. Use LoraConfig, or no tensor parallelism",
+                        f"{name!r} has adapters of type {type(module).__module__.split('.')[-2]}, but tensor "
+                        "parallelism supports only LoRA adapters. Use LoraConfig, or leave tensor parallelism out.",
                         code="C061",
                     )
         for name, layer in self._detached.items():
@@ -92,8 +92,8 @@ class Adapters:
             init = self._configs[adapter].init_lora_weights if adapter in self._configs else True
             if isinstance(init, str) and init != "gaussian":
                 raise PlacementError(
-                    f"{name!r}: init_lora_weights={init!r} needs the weights of the model, which is on the meta device; "
-                    f"load it first, or leave init_lora_weights=True",
+                    f"{name!r} has init_lora_weights={init!r}, which needs the weights of the model, but the model "
+                    "is on the meta device. Load the model first, or leave init_lora_weights=True.",
                     code="C061",
                 )
             for container in containers:
@@ -117,8 +117,8 @@ class Adapters:
         }
         if hasattr(layer, "parameter_name") and sharded:
             raise PlacementError(
-                f"{name!r} has adapters on parameters (target_parameters of peft) that the TP plan shards ({listed(sharded)}); "
-                f"use only target_modules, or no tensor and expert parallelism",
+                f"{name!r} has adapters on the parameters {listed(sharded)} (target_parameters of peft), but the TP "
+                "plan shards them. Use only target_modules, or leave tensor and expert parallelism out.",
                 code="C061",
             )
         if name not in sharded or (len(layer.lora_embedding_A) and sharded[name].style in _EMBEDDING):
@@ -128,8 +128,8 @@ class Adapters:
         if entry.style not in supported or layer.lora_variant or len(layer.lora_embedding_A):
             kinds = listed(type(variant).__name__ for variant in layer.lora_variant.values()) or "adapters"
             raise PlacementError(
-                f"{name!r} has {kinds} of peft and the style {entry.style!r} in the TP plan. Only plain LoRA on layers of the "
-                f"styles {listed(supported)} can be sharded; leave this layer out of target_modules",
+                f"{name!r} has {kinds} of peft and the style {entry.style!r} in the TP plan. Only plain LoRA on "
+                f"layers of the styles {listed(supported)} can be sharded. Leave this layer out of target_modules.",
                 code="C061",
             )
         here = arrange(self._context)
@@ -215,8 +215,8 @@ def check_adapters(model: nn.Module) -> None:
         adapters = [parameter for key, parameter in layer.named_parameters() if "lora_" in key]
         if is_sharded and len(layer.lora_A) and not any(placement_of(parameter).shards for parameter in adapters):
             raise PlacementError(
-                f"{name!r} was sharded before its adapters were added, so they do not fit its shard; call "
-                f"peft.get_peft_model(model, config) first and colonnade.parallelize(model) then",
+                f"{name!r} was sharded before its adapters were added, so the adapters do not fit the shard. Call "
+                "peft.get_peft_model(model, config) first, and colonnade.parallelize(model) after it.",
                 code="C061",
             )
 

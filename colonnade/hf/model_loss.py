@@ -145,15 +145,16 @@ class ModelLoss:
         name = type(self._inner).__name__
         if self.over is None or self.over == "positions":
             raise ConfigError(
-                f"the loss of {name} (loss_type {getattr(self._inner, 'loss_type', None)!r}) cannot be computed at the end of a "
-                f"pipeline from logits and labels; pass criterion= to initialize, a function (output, labels) -> (sum, count), "
-                f"or use no pipeline",
+                f"the loss of {name} (loss_type {getattr(self._inner, 'loss_type', None)!r}) cannot be computed from "
+                "logits and labels at the last pipeline stage. Pass criterion= to initialize: a function (output, "
+                "labels) -> (sum, count). Or leave the pipeline out.",
                 code="C061",
             )
         if getattr(self._config, "output_router_logits", False):
             raise ConfigError(
-                f"{name} has output_router_logits=True: its auxiliary loss needs the router logits of all stages, but the "
-                f"last stage has only its own. Set model.config.output_router_logits = False, or use no pipeline",
+                f"{name} has output_router_logits=True, but the auxiliary loss needs the router logits of all "
+                "stages, and the last stage has only its own. Set model.config.output_router_logits = False, or "
+                "leave the pipeline out.",
                 code="C061",
             )
 
@@ -239,8 +240,8 @@ def join_router_loss(model: nn.Module, context: ParallelContext) -> None:
     if not hasattr(source, "load_balancing_loss_func") or not hasattr(model, "router_aux_loss_coef"):
         if config is not None and config.output_router_logits:
             raise ConfigError(
-                f"{type(model).__name__} has output_router_logits=True with an auxiliary loss that cannot be computed for the global "
-                f"batch; set model.config.output_router_logits = False, or use no data parallelism",
+                f"{type(model).__name__} has output_router_logits=True, but the auxiliary loss cannot be computed "
+                "for the global batch. Set model.config.output_router_logits = False, or leave data parallelism out.",
                 code="C061",
             )
         return

@@ -73,15 +73,16 @@ def parallelize(
     given: Any = model
     if not isinstance(given, nn.Module):
         raise PlacementError(
-            f"parallelize() takes the full model, an nn.Module, not a {type(given).__name__}; it makes the pipeline stages "
-            f"itself",
+            f"parallelize() takes the full model, an nn.Module, but got a {type(given).__name__}. Pass the full "
+            "model; parallelize() makes the pipeline stages.",
             code="C060",
         )
     base = base_model(model)
     if is_parallelized(base):
         raise PlacementError(
-            f"{type(base).__name__} was already passed to parallelize (from_pretrained does that too), and a model is "
-            f"sharded once: pass its result to initialize, or build the model again",
+            f"{type(base).__name__} was already passed to parallelize(), and a model can be sharded only once. "
+            "from_pretrained() also calls parallelize(). Pass the result of that call to initialize, or build the "
+            "model again.",
             code="C060",
         )
     check_mode(context)
@@ -94,8 +95,8 @@ def parallelize(
             parallelize_plan = plan_of(base, context)
             if not parallelize_plan and context.tensor_parallel_size > 1:
                 raise PlacementError(
-                    f"{type(base).__name__} has no TP plan of its own; pass one, as in "
-                    f"parallelize(model, {{'blocks.*.fc1': 'colwise', 'blocks.*.fc2': 'rowwise'}})",
+                    f"{type(base).__name__} has no TP plan. Pass a plan, such as parallelize(model, "
+                    "{'blocks.*.fc1': 'colwise', 'blocks.*.fc2': 'rowwise'}).",
                     code="C060",
                 )
         entries = resolve(parallelize_plan, base)
@@ -114,9 +115,9 @@ def parallelize(
             schedule = build_schedule(context)
             if not hasattr(schedule, "stage_ranks"):
                 raise ConfigError(
-                    f"{type(schedule).__name__} runs no pipeline, but the config has "
-                    f"parallel.pipeline={context.pipeline_parallel_size}; choose a pipeline schedule, as in "
-                    f"schedule=dict(type='OneFOneB', num_microbatches=8)"
+                    f"{type(schedule).__name__} does not run a pipeline, but the config has "
+                    f"parallel.pipeline={context.pipeline_parallel_size}. Choose a pipeline schedule, such as "
+                    "schedule=dict(type='OneFOneB', num_microbatches=8)."
                 )
             num_stages = len(schedule.stage_ranks(context.pipeline_parallel_size))
             stages = split(base, num_stages=num_stages, sample=sample)
@@ -158,7 +159,7 @@ def renamed_plan(function: str, parallelize_plan: Any, plan: Any) -> Any:
         return parallelize_plan
     if parallelize_plan is not None:
         raise PlacementError(
-            f"{function}() got parallelize_plan= and its old name plan=; pass only the first", code="C060"
+            f"{function}() got parallelize_plan= and its old name plan=. Pass only parallelize_plan=.", code="C060"
         )
     warnings.warn(f"{function}(plan=...) is deprecated; write parallelize_plan=...", DeprecationWarning, stacklevel=3)
     return plan

@@ -53,8 +53,9 @@ def check_mode(context: ParallelContext) -> None:
     mode = tensor.get("mode") if hasattr(tensor, "get") else None
     if context.tensor_parallel_size > 1 and str(mode or "").lower() != "1d":
         raise ConfigError(
-            f"parallel.tensor.mode={mode!r}: a TP plan shards layers for mode '1d'; write tensor=dict(size="
-            f"{context.tensor_parallel_size}, mode='1d'). Modes 2d, 2.5d and 3d need the layers of colonnade.nn",
+            f"parallel.tensor.mode is {mode!r}, but a TP plan requires mode '1d'. Write "
+            f"tensor=dict(size={context.tensor_parallel_size}, mode='1d'). Modes 2d, 2.5d and 3d require the layers "
+            "of colonnade.nn.",
             code="C060",
         )
 
@@ -116,9 +117,10 @@ def with_ties(entries: dict[str, PlanEntry], model: nn.Module) -> dict[str, Plan
                 style = ("colwise_gather_output", "rowwise_split_input")[dim]
             if style is None or owners_of[name] in found or name in found:
                 raise PlacementError(
-                    f"{first!r} and {name!r} are one parameter, but the TP plan shards only the first, which would untie them. "
-                    f"Give {owners_of[name]!r}, a {type(module).__name__}, a style that also shards it along "
-                    f"dimension {dim}, leave both out of the TP plan, or untie them first",
+                    f"{first!r} and {name!r} are one tied parameter, but the TP plan shards only the first, which "
+                    f"would untie the two. There are three remedies. 1. Give {owners_of[name]!r}, a "
+                    f"{type(module).__name__}, a style that also shards it along dimension {dim}. 2. Leave both out "
+                    "of the TP plan. 3. Untie them before parallelize().",
                     code="C060",
                 )
             found[owners_of[name]] = PlanEntry(f"the tie of {first}", style, {})
@@ -151,20 +153,24 @@ def _check_entry(name: str, entry: PlanEntry) -> None:
     for key, value in entry.options.items():
         if key not in known:
             raise PlacementError(
-                f"the TP plan gives {name!r} the unknown option {key!r}; "
-                f"{repr(entry.style) if entry.style else 'an entry without a style'} takes {listed(map(repr, known))}."
-                f"{did_you_mean(key, ('style', *known))}",
+                f"the TP plan gives {name!r} the unknown option {key!r}. The options of "
+                f"{repr(entry.style) if entry.style else 'an entry without a style'} are "
+                f"{listed(map(repr, known))}.{did_you_mean(key, ('style', *known))}",
                 code="C060",
             )
         if key == "sections":
             lengths = value if isinstance(value, (tuple, list)) else [value]
             if not lengths or not all(type(length) is int and length > 0 for length in lengths):
                 raise PlacementError(
-                    f"{name!r}: sections={value!r}; give the number of equal sections, or their lengths, each 1 or more",
+                    f"the TP plan gives {name!r} sections={value!r}. Pass the number of equal sections, or a list of "
+                    "their lengths. Each must be 1 or larger.",
                     code="C060",
                 )
         if key in ("divide", "inputs") and isinstance(value, str):
-            raise PlacementError(f"{name!r}: {key}={value!r} is a single name; give a list: {[value]}", code="C060")
+            raise PlacementError(
+                f"the TP plan gives {name!r} {key}={value!r}, which is a single name. Pass a list: {[value]}",
+                code="C060",
+            )
 
 
 def _conflicting_names(entries: Mapping[str, PlanEntry], model: nn.Module) -> Iterator[str]:
@@ -176,8 +182,8 @@ def _conflicting_names(entries: Mapping[str, PlanEntry], model: nn.Module) -> It
         if pair[0] != pair[1]:
             styles = [f"{style!r}{f' with {options}' if options else ''}" for style, options in pair]
             yield (
-                f"{other!r} and {name!r} are one module, but the TP plan gives the first {styles[0]} and the second "
-                f"{styles[1]}; give both the same style, or name only one of them"
+                f"{other!r} and {name!r} are one module, but the TP plan gives the first {styles[0]} and the "
+                f"second {styles[1]}. Give both the same style, or name only one of them"
             )
 
 
@@ -191,8 +197,9 @@ def _bare_weights(styles: Mapping[str, str], model: nn.Module) -> Iterator[str]:
         by_vocabulary = isinstance(layer, nn.Embedding) and _WEIGHT_DIM[styles[name]] == 0
         if (_is_linear(layer) or by_vocabulary) and last in layer._parameters and not is_reduced:
             yield (
-                f"{name!r} is a parameter of the {type(layer).__name__} {owner!r}, which would compute with the shard as if it "
-                f"were the full parameter; name {owner!r} instead, which shards all of its parameters"
+                f"{name!r} is a parameter of the {type(layer).__name__} {owner!r}. This layer would compute with "
+                f"the shard as if the shard were the full parameter. Name {owner!r} in the TP plan instead; this "
+                "shards all parameters of the layer"
             )
 
 
@@ -213,9 +220,9 @@ def _unfit_layers(styles: Mapping[str, str], model: nn.Module) -> Iterator[str]:
             continue
         if hasattr(layer, "original_module") and hasattr(layer, "adapter_layer_names"):
             yield (
-                f"{name!r} is trained in full next to the adapters (modules_to_save or trainable_token_indices of peft), but "
-                f"the TP plan shards it. Name it in target_modules instead (adapters are sharded with their layer), "
-                f"or train without tensor parallelism"
+                f"{name!r} is trained in full next to the adapters (modules_to_save or trainable_token_indices "
+                "of peft), but the TP plan shards it. Name it in target_modules, because adapters are sharded "
+                "with their layer. Or train without tensor parallelism"
             )
         if not _is_linear(layer) and not isinstance(layer, nn.Embedding):
             continue
@@ -223,26 +230,30 @@ def _unfit_layers(styles: Mapping[str, str], model: nn.Module) -> Iterator[str]:
         computed = [key for key in ("weight", "bias") if key not in layer._parameters and hasattr(layer, key)]
         if computed:
             yield (
-                f"{name!r} cannot be sharded: its {computed[0]!r} is not a parameter but computed (weight_norm, spectral_norm, "
-                f"pruning or another parametrization); remove that before parallelize, or leave the layer out of the TP plan"
+                f"{name!r} cannot be sharded, because its {computed[0]!r} is not a parameter but is computed "
+                "(weight_norm, spectral_norm, pruning or another parametrization). Remove the parametrization "
+                "before parallelize, or leave the layer out of the TP plan"
             )
         elif is_lazy(weight):
-            yield f"{name!r} is lazy: its sizes are not known yet; run the model once before parallelize"
+            yield f"{name!r} is a lazy layer, so its sizes are not known yet. Run the model once before parallelize"
         elif not weight.is_floating_point():
             yield (
-                f"{name!r} cannot be sharded: its 'weight' has dtype {weight.dtype}, like quantized layers; load the original "
-                f"weights"
+                f"{name!r} cannot be sharded, because its 'weight' has dtype {weight.dtype}, as in quantized "
+                "layers. Load the original weights"
             )
         elif placement_of(weight).shards:
-            yield f"{name!r} is already sharded ({placement_of(weight)}); parallelize a model once"
+            yield (
+                f"{name!r} is already sharded ({placement_of(weight)}), and a model can be sharded only once. Call "
+                "parallelize once"
+            )
         elif isinstance(layer, nn.Linear) and (
             (type(layer).forward is not nn.Linear.forward and type(layer).__name__ not in _SAME_FORWARD)
             or "forward" in vars(layer)
         ):
             yield (
-                f"{name!r} is a {type(layer).__name__} with a custom forward pass, but sharding would run the forward "
-                f"pass of nn.Linear. Move everything except the matrix product into a module around this layer, or "
-                f"leave the layer out of the TP plan"
+                f"{name!r} is a {type(layer).__name__} with a custom forward pass, but sharding runs the forward "
+                "pass of nn.Linear. Move everything except the matrix product into a module around this layer, "
+                "or leave the layer out of the TP plan"
             )
 
 
@@ -254,8 +265,9 @@ def _inside_attention(styles: Mapping[str, str], model: nn.Module) -> Iterator[s
         for owner in _ancestors(name):
             if isinstance(model.get_submodule(owner), nn.MultiheadAttention):
                 yield (
-                    f"{name!r} is inside {owner!r}, an nn.MultiheadAttention, which reads the weights of its children instead "
-                    f"of calling them; use colonnade.nn.layer.SelfAttention.from_module, or an attention of nn.Linear layers"
+                    f"{name!r} is inside {owner!r}, an nn.MultiheadAttention, which reads the weights of its "
+                    "children instead of calling them. Use colonnade.nn.layer.SelfAttention.from_module, or an "
+                    "attention made of nn.Linear layers"
                 )
 
 
@@ -294,8 +306,9 @@ def _reduced_twice(styles: Mapping[str, str], model: nn.Module) -> Iterator[str]
         inner = next((n for n in styles if _is_inside(n, name) and _linear_at(n, model) is not None), None)
         if inner is not None:
             yield (
-                f"{name!r} has the style 'all_reduce', for a module that computes with its own sharded parameters, but the TP "
-                f"plan also shards the layer {inner!r} inside, and that layer reduces its own output; leave {name!r} out of the TP plan"
+                f"{name!r} has the style 'all_reduce', but the TP plan also shards the layer {inner!r} inside "
+                f"it, and {inner!r} already reduces its own output. The style 'all_reduce' is for a module that "
+                f"computes with its own sharded parameters. Leave {name!r} out of the TP plan"
             )
 
 
@@ -317,14 +330,15 @@ def _indivisible_heads(
         for length in sections if not isinstance(sections, int) else (width // sections,):
             if size and length % size == 0 and length // size % ranks:
                 yield (
-                    f"{name!r} has {length // size} heads of {size} features, which tensor size {ranks} does not divide; choose "
-                    f"a tensor size that does, or leave the attention out of the TP plan"
+                    f"{name!r} has {length // size} heads of {size} features, but tensor size {ranks} does not "
+                    "divide the number of heads. Choose a tensor size that divides it, or leave the attention "
+                    "out of the TP plan"
                 )
         for key in (key for key in _HEAD_COUNTS if isinstance(getattr(attention, key, None), int)):
             if getattr(attention, key) % ranks:
                 yield (
-                    f"{owner!r} has {key}={getattr(attention, key)}, which tensor size {ranks} does not divide; choose a tensor "
-                    f"size that does, or leave the attention out of the TP plan"
+                    f"{owner!r} has {key}={getattr(attention, key)}, but tensor size {ranks} does not divide "
+                    "this number. Choose a tensor size that divides it, or leave the attention out of the TP plan"
                 )
 
 
@@ -374,7 +388,7 @@ def record_unsharded(
     if sample is None or not is_sharded or is_meta or size_of(ParallelMode.SEQUENCE, context) > 1:
         return lambda stages: None
     if any(parameter.device.type != context.device.type for parameter in model.parameters()):
-        get_dist_logger().warning(f"sample= is not compared: the model is not on {context.device}", ranks=[0])
+        get_dist_logger().warning(f"sample= is not compared, because the model is not on {context.device}", ranks=[0])
         return lambda stages: None
     expected = _outputs([model], names, sample)
 

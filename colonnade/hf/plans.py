@@ -79,7 +79,7 @@ def resolve(plan: ParallelizePlan, model: nn.Module) -> dict[str, PlanEntry]:
     Parameters come before modules, because a style of a module reads how its parameters are sharded.
     """
     if not isinstance(plan, Mapping):
-        raise PlacementError(f"a TP plan is a mapping of patterns to styles, not {plan!r}", code="C060")
+        raise PlacementError(f"a TP plan must be a mapping of patterns to styles, but it is {plan!r}", code="C060")
     modules = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     found: dict[str, PlanEntry] = {}
@@ -90,8 +90,9 @@ def resolve(plan: ParallelizePlan, model: nn.Module) -> dict[str, PlanEntry]:
             # Names with the same last component are the likely ones: the mistake is mostly in the path.
             shown = [name for name in known if name.rpartition(".")[2] == pattern.rpartition(".")[2]] or known
             raise PlacementError(
-                f"the TP plan's pattern {pattern!r} matches no module and no parameter; a '*' stands for one component of a "
-                f"dotted name. Names are {listed(shown[:8])}{' ...' if len(shown) > 8 else ''}.{did_you_mean(pattern, known)}",
+                f"the pattern {pattern!r} of the TP plan matches no module and no parameter. A '*' stands for one "
+                "component of a dotted name. Names in the model are "
+                f"{listed(shown[:8])}{' ...' if len(shown) > 8 else ''}.{did_you_mean(pattern, known)}",
                 code="C060",
             )
         for name in names:
@@ -104,8 +105,9 @@ def resolve(plan: ParallelizePlan, model: nn.Module) -> dict[str, PlanEntry]:
             other = found.setdefault(name, entry)
             if (other.style, dict(other.options)) != (entry.style, dict(entry.options)):
                 raise PlacementError(
-                    f"the TP plan gives {name!r} two styles: {other.pattern!r} has {plan[other.pattern]!r}, and {pattern!r} "
-                    f"has {value!r}; let only one pattern match it",
+                    f"the TP plan gives {name!r} two styles. The pattern {other.pattern!r} has "
+                    f"{plan[other.pattern]!r}, and the pattern {pattern!r} has {value!r}. Let only one pattern match "
+                    f"{name!r}.",
                     code="C060",
                 )
     return {name: found[name] for name in (*parameters, *modules) if name in found}
@@ -171,8 +173,8 @@ def from_torch(value: Any, module: nn.Module, name: str) -> tuple[str, dict[str,
                 raise _unsupported(name, kind, f"from {source} to {target}")
         return "gather_sequence", {"inputs": inputs}
     raise PlacementError(
-        f"the TP plan gives {name!r} torch's style {kind}, which is not supported; supported are ColwiseParallel, "
-        f"RowwiseParallel, SequenceParallel and PrepareModuleInput",
+        f"the TP plan gives {name!r} torch's style {kind}, which is not supported. Supported are ColwiseParallel, "
+        "RowwiseParallel, SequenceParallel and PrepareModuleInput.",
         code="C060",
     )
 
@@ -188,8 +190,8 @@ def _layout(layouts: Any) -> str:
 
 def _unsupported(name: str, kind: str, layouts: str) -> PlacementError:
     return PlacementError(
-        f"the TP plan gives {name!r} torch's style {kind} {layouts}, which is not supported; activations are [batch, "
-        f"sequence, features], so layouts are {_FULL}, {_FEATURES} and {_SEQUENCE}",
+        f"the TP plan gives {name!r} torch's style {kind} {layouts}, which is not supported. Activations are [batch, "
+        f"sequence, features]. Allowed layouts are {_FULL}, {_FEATURES} and {_SEQUENCE}.",
         code="C060",
     )
 
@@ -341,8 +343,8 @@ def plan_of(model: nn.Module, context: ParallelContext) -> dict[str, Any]:
     experts = expert_plan(model)
     if not experts:
         raise PlacementError(
-            f"expert={ranks}: {type(model).__name__} has no expert plan (no ep_plan that names a layer of it); leave `expert` "
-            f"out of `parallel`, or pass parallelize() a TP plan",
+            f"parallel.expert is {ranks}, but {type(model).__name__} has no expert plan: no ep_plan names a layer of "
+            "the model. Leave `expert` out of `parallel`, or pass a TP plan to parallelize().",
             code="C061",
         )
     for name, style in experts.items():

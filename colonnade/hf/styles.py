@@ -63,8 +63,9 @@ def shard_parameter(
     if shard is not None:
         if placement_of(shard).shards != {mode: spec}:
             raise PlacementError(
-                f"{target.name!r} shares {name!r} with another layer, but the TP plan shards them differently: "
-                f"{placement_of(shard)} there, {spec} on {mode} here. Give both the same sharding, or untie them before",
+                f"{target.name!r} shares {name!r} with another layer, but the TP plan shards the two layers "
+                f"differently. The other layer has {placement_of(shard)}, and this layer has {spec} on {mode}. Give "
+                "both layers the same sharding, or untie them before parallelize().",
                 code="C060",
             )
         setattr(target.module, name, shard)
@@ -72,8 +73,8 @@ def shard_parameter(
     before = placement_of(full)
     if mode in before.modes or any(existing.dim == spec.dim for existing in before.shards.values()):
         raise PlacementError(
-            f"the TP plan shards {target.name!r}, whose {name!r} is already placed ({before}); let one pattern "
-            f"match it, and parallelize a model once",
+            f"the TP plan shards {target.name!r}, but its {name!r} is already placed ({before}). Let only one "
+            "pattern match it, and call parallelize only once for a model.",
             code="C060",
         )
     ranks, at = target.context.get_world_size(mode), target.context.get_local_rank(mode)
@@ -85,9 +86,9 @@ def shard_parameter(
         lengths = spec.sections or (length,)
         if any(section % ranks for section in lengths):
             raise PlacementError(
-                f"{target.name!r}: {listed(lengths)} features (dimension {spec.dim} of {name!r}, of shape "
-                f"{tuple(full.shape)}) cannot be sharded evenly over the {ranks} ranks of {mode}; choose a size that {ranks} "
-                f"divides, another tensor size, or leave the layer out of the TP plan",
+                f"{target.name!r} has {listed(lengths)} features (dimension {spec.dim} of {name!r}, shape "
+                f"{tuple(full.shape)}), which cannot be sharded evenly over the {ranks} ranks of {mode}. Choose a "
+                f"size that {ranks} divides, choose another tensor size, or leave the layer out of the TP plan.",
                 code="C032",
             )
         blocks = [full.detach().narrow(spec.dim, *run) for run in section_runs(lengths, at, ranks)]
@@ -106,7 +107,9 @@ def replicate(target: Target, name: str, partial_gradient: bool) -> None:
     before = placement_of(parameter)
     if before.shards:
         raise PlacementError(
-            f"the TP plan replicates {target.name!r}, but shards its {name!r} elsewhere: {before}", code="C060"
+            f"the TP plan replicates {target.name!r}, but shards the {name!r} of this layer under another name: "
+            f"{before}. Give both names the same style.",
+            code="C060",
         )
     place(parameter, {**before.modes, ParallelMode.TENSOR: spec}, before.shape)
 
@@ -124,8 +127,8 @@ def sections_of(target: Target, length: int, default: int = 1) -> tuple[int, ...
     found = (length // wanted,) * wanted if isinstance(wanted, int) and length % wanted == 0 else wanted
     if isinstance(found, int) or sum(found) != length:
         raise PlacementError(
-            f"{target.name!r}: sections={wanted} of the TP plan do not add up to the layer's {length} features; give "
-            f"'sections' as a number that divides {length}, or as lengths that add up to it",
+            f"{target.name!r} has {length} features, but sections={wanted} of the TP plan do not add up to {length}. "
+            f"Give 'sections' as a number that divides {length}, or as a list of lengths with the sum {length}.",
             code="C060",
         )
     return tuple(found)
@@ -159,8 +162,8 @@ def style_of(name: Any, where: str) -> tuple[Style, ParallelMode]:
     """Return the style with this name, and its mode; raises for an unknown name."""
     if not isinstance(name, str) or name not in STYLES:
         raise PlacementError(
-            f"the TP plan gives {where!r} the unknown style {name!r}; styles are {listed(sorted(STYLES))}."
-            f"{did_you_mean(str(name), STYLES)}",
+            f"the TP plan gives {where!r} the unknown style {name!r}. Allowed styles are "
+            f"{listed(sorted(STYLES))}.{did_you_mean(str(name), STYLES)}",
             code="C060",
         )
     return STYLES[name]
@@ -243,8 +246,8 @@ def _linear(target: Target, split: Split, replicated: bool = False, packed: int 
     transposed = type(module).__name__ == "Conv1D"
     if not transposed and not isinstance(module, nn.Linear):
         raise PlacementError(
-            f"{target.name!r} is a {type(module).__name__}, but the TP plan's style is for nn.Linear; name a layer inside "
-            f"it, or one of its parameters",
+            f"{target.name!r} is a {type(module).__name__}, but the TP plan gives it a style for nn.Linear. Name an "
+            "nn.Linear inside it, or one of its parameters.",
             code="C060",
         )
     inputs, outputs = module.weight.shape if transposed else reversed(module.weight.shape)
@@ -344,12 +347,14 @@ def _embedding(target: Target) -> nn.Embedding:
     module = target.module
     if not isinstance(module, nn.Embedding) or target.parameter is not None:
         raise PlacementError(
-            f"{target.name!r} is a {type(module).__name__}, but the TP plan's style is for an nn.Embedding",
+            f"{target.name!r} is a {type(module).__name__}, but the TP plan gives it a style for nn.Embedding. Name "
+            "an nn.Embedding.",
             code="C060",
         )
     if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
         raise PlacementError(
-            f"{target.name!r}: an embedding with max_norm, scale_grad_by_freq or sparse gradients cannot be sharded",
+            f"{target.name!r} is an embedding with max_norm, scale_grad_by_freq or sparse gradients, which cannot be "
+            "sharded. Leave it out of the TP plan.",
             code="C060",
         )
     return module
@@ -376,8 +381,9 @@ def sequence_parallel(target: Target) -> None:
     """
     if not target.arrangement.sequence_split:
         raise PlacementError(
-            f"the TP plan gives {target.name!r} the style 'sequence_parallel', but activations between blocks are replicated "
-            f"here; set sequence_split=True next to tensor.mode in the config, or leave the layer out of the TP plan",
+            f"the TP plan gives {target.name!r} the style 'sequence_parallel', but activations between blocks are "
+            "replicated. Set sequence_split=True next to tensor.mode in the config, or leave the layer out of the TP "
+            "plan.",
             code="C060",
         )
     replicated_with_grad_allreduce(target)
@@ -440,7 +446,9 @@ def mla_kv_a_proj(target: Target) -> None:
     rope = rope or getattr(getattr(target.model, "config", None), "qk_rope_head_dim", None)
     if not isinstance(rope, int):
         raise PlacementError(
-            f"{target.name!r}: 'mla_kv_a_proj' needs qk_rope_head_dim in the module around it", code="C060"
+            f"{target.name!r} has the style 'mla_kv_a_proj', but the module around it has no attribute "
+            "qk_rope_head_dim. Add this attribute to that module.",
+            code="C060",
         )
     context = target.context
 
@@ -474,14 +482,17 @@ def grouped_gemm(target: Target) -> None:
     """Shard a stacked parameter by expert. Tokens of all ranks of the expert group are sent to the rank of their experts."""
     if target.parameter is None:
         raise PlacementError(
-            f"{target.name!r}: the style 'grouped_gemm' is for a stacked parameter, not for a module", code="C060"
+            f"{target.name!r} has the style 'grouped_gemm', which is for a stacked parameter and not for a module. "
+            "Name the parameter.",
+            code="C060",
         )
     scope = Scope.of(target.context)
     experts = len(getattr(target.module, target.parameter))
     if experts % scope.expert:
         raise LayoutError(
-            f"{target.name!r}: {experts} experts cannot be sharded evenly over the {scope.expert} ranks of parallel.expert; use "
-            f"an expert size among {listed(size for size in range(1, experts + 1) if experts % size == 0)}",
+            f"{target.name!r} has {experts} experts, which cannot be sharded evenly over the {scope.expert} ranks of "
+            "parallel.expert. Use one of the expert sizes "
+            f"{listed(size for size in range(1, experts + 1) if experts % size == 0)}.",
             code="C032",
         )
     tensor_style = target.options.get("tensor")
@@ -492,8 +503,9 @@ def grouped_gemm(target: Target) -> None:
         # Expert groups that span tensor ranks split the tokens between these ranks, which needs routed tokens.
         if len(inspect.signature(type(target.module).forward).parameters) < 4:
             raise LayoutError(
-                f"{target.name!r}: a {type(target.module).__name__} gets every token for every expert, and expert "
-                f"groups that span tensor ranks cannot split these tokens; let parallel.expert span only data ranks"
+                f"{target.name!r} is a {type(target.module).__name__}, which gets every token for every expert. "
+                "Expert groups that span tensor ranks cannot split these tokens. Let parallel.expert span only data "
+                "ranks."
             )
         place(shard, {**placement_of(shard).modes, _TENSOR: Replicate(owes="sum")}, placement_of(shard).shape)
     if hasattr(target.module, "num_experts"):
@@ -527,8 +539,8 @@ def moe_identity_expert(target: Target) -> None:
 def megamoe(target: Target) -> None:
     """Raise PlacementError: this style is a kernel for inference only."""
     raise PlacementError(
-        f"{target.name!r}: the styles 'megamoe_router' and 'megamoe_experts' are for a kernel without a backward pass, which "
-        f"cannot be trained; use 'ep_router' and 'ep_dispatch_experts'",
+        f"{target.name!r} has the style 'megamoe_router' or 'megamoe_experts', but these styles are for a kernel "
+        "without a backward pass, so the layer cannot be trained. Use 'ep_router' and 'ep_dispatch_experts'.",
         code="C060",
     )
 
@@ -557,8 +569,8 @@ def _parallelize_experts(target: Target) -> None:
     module, scope = target.module, Scope.of(target.context)
     if scope.tensor > 1 and target.arrangement.sequence_split:
         raise LayoutError(
-            f"{target.name!r}: with sequence_split=True each tensor rank has its own tokens between blocks, which experts under "
-            f"a TP plan do not support; leave sequence_split out of parallel.tensor"
+            f"{target.name!r} has experts under a TP plan, which does not support sequence_split=True: each tensor "
+            "rank has different tokens between blocks. Leave sequence_split out of parallel.tensor."
         )
     name = target.name if target.parameter is None else target.name.rpartition(".")[0]
     placed = {key: placement_of(parameter) for key, parameter in module.named_parameters(recurse=False)}
@@ -585,14 +597,14 @@ def _parallelize_experts(target: Target) -> None:
             full = [key for key in placed if key not in sharded]
             if sharded and full:
                 raise PlacementError(
-                    f"{name!r}: the TP plan shards {listed(sharded)} over {mode}, but not {listed(full)}; name all of the "
-                    f"experts' parameters",
+                    f"the TP plan shards {listed(sharded)} of {name!r} over {mode}, but not {listed(full)}. Name all "
+                    "parameters of the experts.",
                     code="C060",
                 )
         if by_inner and getattr(module, "has_post_expert_norm", False):
             raise PlacementError(
-                f"{name!r} has a norm behind each expert, which needs the full output of the expert; leave the inner features of "
-                f"its experts out of the TP plan, and use parallel.expert",
+                f"{name!r} has a norm after each expert, and this norm needs the full output of the expert. Leave "
+                "the inner features of the experts out of the TP plan, and use parallel.expert.",
                 code="C060",
             )
         weight = getattr(module, "gate_up_proj", None)
@@ -600,9 +612,9 @@ def _parallelize_experts(target: Target) -> None:
             shard = placement_of(weight).shards[_TENSOR]
             if not getattr(shard, "sections", (1, 1)):
                 raise PlacementError(
-                    f"{name + '.gate_up_proj'!r} is the gate and the up projection concatenated, but the TP plan shards it as "
-                    f"one: a rank would hold the gate of some features and the up projection of others. Use 'packed_colwise' "
-                    f"(or 'packed_rowwise', if the last dimension is the packed one)",
+                    f"{name + '.gate_up_proj'!r} is the gate and the up projection concatenated, but the TP plan "
+                    "shards it as one weight. A rank would hold the gate of some features and the up projection of "
+                    "others. Use 'packed_colwise', or 'packed_rowwise' if the last dimension is the concatenated one.",
                     code="C060",
                 )
 

@@ -118,8 +118,8 @@ def sources_for(model: Any, stored: Mapping[str, AnyTensor]) -> tuple[dict[str, 
             source = StoredParts(stored[key].shape, (StoredPart(stored[key], full_box(stored[key].shape)),))
             if name in found and not are_same(found[name], source, state[name].dtype):
                 raise CheckpointError(
-                    f"the folder has several tensors for {name}: {found[name]}, {source}; remove all but one from the "
-                    f"files",
+                    f"the folder has several tensors for {name}: {found[name]} and {source}. Remove all but one of "
+                    "them from the files.",
                     code="C061",
                 )
             found[name] = source
@@ -171,7 +171,7 @@ def _convert(converter: Any, name: str, values: dict[str, list[Tensor]], model: 
     except Exception as error:
         sources = listed(pattern for pattern in values)
         raise CheckpointError(
-            f"{name} cannot be converted from {sources} as transformers does it: {error}", code="C061"
+            f"{name} could not be converted from {sources} with the conversion of transformers: {error}", code="C061"
         ) from error
     return {target: value[0] if isinstance(value, list) else value for target, value in converted.items()}
 
@@ -321,7 +321,8 @@ def _config(given: Any, path: Path | None) -> Any:
     if path is None:
         if not isinstance(given, PretrainedConfig):
             raise ConfigError(
-                f"from_pretrained() takes the folder of a model or a transformers config, not {type(given).__name__}",
+                "from_pretrained() takes the folder of a model or a transformers config, but got a "
+                f"{type(given).__name__}",
                 code="C061",
             )
         return given
@@ -340,7 +341,7 @@ def _build(model_class: Any, config: Any, dtype: torch.dtype | None, options: di
 
     if getattr(config, "quantization_config", None) is not None:
         raise ConfigError(
-            "the weights of this model are quantized and cannot be trained; load the original weights", code="C061"
+            "the weights of this model are quantized and cannot be trained. Load the original weights.", code="C061"
         )
     if model_class is None:
         names = list(getattr(config, "architectures", None) or ())

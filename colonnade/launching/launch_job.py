@@ -48,8 +48,8 @@ def checked(job: LaunchJob) -> LaunchJob:
     most = max(_MOST, _MOST_PER_CORE * cores())
     if job.nproc is not None and job.nproc > most:
         raise LaunchError(
-            f"--nproc {job.nproc} is too large: this machine has {cores()} cores, so give at most {most}, "
-            f"or use several machines with --nnodes.",
+            f"--nproc is {job.nproc}, but this machine has only {cores()} cores. Give at most {most}, or use several "
+            "machines with --nnodes.",
             code="C022",
         )
     if job.nproc is not None and job.nproc > _MANY_PER_CORE * cores():
@@ -68,8 +68,9 @@ def checked(job: LaunchJob) -> LaunchJob:
         host, _, port = (job.endpoint or "").rpartition(":")
         if not host or not port.isdecimal() or not 1 <= int(port[:6]) <= _LAST_PORT:
             raise LaunchError(
-                f"a job on several machines needs --rdzv-endpoint HOST:PORT, the same on every machine: "
-                f"the address of one machine with a free port (1 to {_LAST_PORT}); got {job.endpoint!r}.",
+                "a job on several machines needs --rdzv-endpoint HOST:PORT, but --rdzv-endpoint is "
+                f"{job.endpoint!r}. Give the address of one machine and a free port (1 to {_LAST_PORT}). Give the "
+                "same value on every machine.",
                 code="C022",
             )
 

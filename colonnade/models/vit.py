@@ -71,7 +71,10 @@ class PatchEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         if size % patch:
-            raise ConfigError(f"images of size={size} cannot be divided into patches of {patch}; choose a divisor")
+            raise ConfigError(
+                f"images of size={size} cannot be divided into patches of {patch}. Choose a patch size that divides "
+                "the image size."
+            )
         self.patch, self._here = patch, arrange(context)
         self.project = Linear(channels * patch**2, hidden, split="row", input_is_parallel=False, arrangement=self._here)
         self.positions = Embedding((size // patch) ** 2, hidden, arrangement=self._here)

@@ -26,8 +26,8 @@ class _WarmupLR(LambdaLR):
     ) -> None:
         if total_steps < 1 or not 0 <= warmup_steps <= total_steps:
             raise ConfigError(
-                f"total_steps={total_steps} and warmup_steps={warmup_steps}: total_steps must be 1 or more, and warmup_steps "
-                f"from 0 to total_steps"
+                f"total_steps is {total_steps} and warmup_steps is {warmup_steps}; total_steps must be at least 1, "
+                "and warmup_steps must be from 0 to total_steps"
             )
 
         def at(step: int) -> float:
@@ -104,8 +104,8 @@ class MultiStepWarmupLR(_WarmupLR):
         ordered = sorted(milestones)
         if ordered and not warmup_steps < ordered[0] <= ordered[-1] <= total_steps:
             raise ConfigError(
-                f"milestones={list(milestones)} must be after the warm-up ({warmup_steps} steps) and within total_steps="
-                f"{total_steps}"
+                f"milestones are {list(milestones)}; each must be after the warm-up ({warmup_steps} steps) and "
+                f"within total_steps={total_steps}"
             )
 
         def factor(step: int, progress: float) -> float:

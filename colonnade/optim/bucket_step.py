@@ -225,9 +225,10 @@ class BucketStep:
                         names = () if model is None else model.named_parameters()
                         name = next((name for name, other in names if other is parameter), "a parameter")
                         raise GradientError(
-                            f"{name} of shape {tuple(parameter.shape)} was added to optimizer group {at} after initialize() and was "
-                            f"not a parameter of the model then, so its gradient would not be reduced. Create it before "
-                            f"initialize(); it may be frozen and added to the optimizer later.",
+                            f"{name} of shape {tuple(parameter.shape)} was added to optimizer group {at} after "
+                            "initialize(), but it was not a parameter of the model at initialize(). Its gradient "
+                            "would not be reduced. Create the parameter before initialize(). It may be frozen first "
+                            "and added to the optimizer later.",
                             code="C070",
                         )
 

@@ -142,8 +142,8 @@ class ClipMethod(ABC):
         found = {name: tuple(tensor.shape) for name, tensor in state.items()}
         if shapes != found:
             raise CheckpointError(
-                f"the clip state has shapes {found}, but {type(self).__name__} needs {shapes}; "
-                "load it with the clip method and the settings it was saved with",
+                f"the clip state has shapes {found}, but {type(self).__name__} needs {shapes}. Load the state with "
+                "the clip method and the settings of the saved run.",
                 code="C083",
             )
         self.state = {name: tensor.detach().clone() for name, tensor in state.items()}
@@ -365,17 +365,24 @@ class ClipPolicy:
         known = get_args(NonFinite)
         if nonfinite not in known:
             raise ConfigError(
-                f"nonfinite is one of {listed(known)}, not {nonfinite!r}.{did_you_mean(nonfinite, known)}", code="C003"
+                f"nonfinite is {nonfinite!r}; allowed are {listed(known)}.{did_you_mean(nonfinite, known)}", code="C003"
             )
         repeated = sorted({group.name for group in groups if [g.name for g in groups].count(group.name) > 1})
         if repeated:
-            raise ConfigError(f"clip groups need different names; used more than once: {listed(repeated)}", code="C003")
+            raise ConfigError(
+                f"several clip groups have the same name: {listed(repeated)}. Give each clip group a different name.",
+                code="C003",
+            )
         if not group_of or not all(0 <= index < len(groups) for index in group_of):
             raise ConfigError(
-                f"each norm belongs to a clip group from 0 to {len(groups) - 1}, not {list(group_of)}", code="C003"
+                f"the norms belong to clip groups {list(group_of)}, but the clip groups are 0 to {len(groups) - 1}. "
+                "Pass a valid group for each norm.",
+                code="C003",
             )
         if names is not None and len(names) != len(group_of):
-            raise ConfigError(f"there are {len(group_of)} norms, but {len(names)} names for them", code="C003")
+            raise ConfigError(
+                f"there are {len(group_of)} norms, but {len(names)} names. Pass one name for each norm.", code="C003"
+            )
         self.method = method
         self.groups = tuple(groups)
         self.group_of = tuple(group_of)
@@ -391,16 +398,18 @@ class ClipPolicy:
         per_slot = settings.per != "group"
         if per_slot and not getattr(method, "by_slot", False):
             raise ConfigError(
-                f"clip_grad_norm: method {settings.method!r} has a single limit for the total norm and cannot clip per "
-                f"{settings.per}. Use report={settings.per!r} instead of per to get the norm of each {settings.per}, or the "
-                f"method 'norm' or 'adagc', which limit each norm separately",
+                f"clip_grad_norm cannot combine method {settings.method!r} and per={settings.per}, because this "
+                f"method has a single limit for the total norm. To get the norm of each {settings.per}, use "
+                f"report={settings.per!r} instead of per. To limit each norm separately, use the method 'norm' or "
+                "'adagc'.",
                 code="C003",
             )
         try:
             made = method(**settings.method_options)
         except (TypeError, OverflowError) as error:
             raise ConfigError(
-                f"clip_grad_norm: method {settings.method!r} does not accept these options: {error}", code="C003"
+                f"the method {settings.method!r} of clip_grad_norm does not accept the given options: {error}",
+                code="C003",
             ) from error
         return cls(made, settings.clip_groups(), group_of, names=names, nonfinite=settings.nonfinite, per_slot=per_slot)
 
@@ -454,8 +463,8 @@ class ClipPolicy:
             self._reports.clear()
             names = listed(self.names[slot] for slot in slots)
             raise GradientError(
-                f"the gradient of an earlier step was not finite, in: {names}. The step was skipped. "
-                "Lower the learning rate or inspect its batch; nonfinite='skip' continues without an error.",
+                f"the gradient of an earlier step was not finite, in: {names}. That step was skipped. Lower the "
+                "learning rate, or inspect the batch of that step. Set nonfinite='skip' to continue without an error.",
                 code="C048",
             )
 
@@ -467,8 +476,9 @@ class ClipPolicy:
         """Restore the history of the clip method from `state_dict` of a policy with the same method."""
         if state["method"] != type(self.method).__name__:
             raise CheckpointError(
-                f"the clip state was saved by {state['method']}, but this run clips with {type(self.method).__name__}; "
-                "use the same clip method, or omit the clip state to start with an empty history",
+                f"the clip state was saved by {state['method']}, but this run clips with "
+                f"{type(self.method).__name__}. Use the clip method of the saved run. Or omit the clip state to "
+                "start with an empty history.",
                 code="C083",
             )
         self.method.load_state_dict(state["state"])
@@ -586,8 +596,8 @@ def grad_norm(
         placed: Any = parameter.grad if is_dtensor(parameter.grad) else parameter
         if is_dtensor(parameter.grad) and any(spec.is_partial() for spec in placed.placements):
             raise GradientError(
-                f"a gradient has placements {placed.placements}: a reduction is still pending (Partial), so it has no norm. "
-                f"Redistribute it to Shard or Replicate first."
+                f"a gradient has placements {placed.placements} with a pending sum (Partial), so it has no norm. "
+                "Redistribute it to Shard or Replicate first."
             )
         count: int = 1
         index: int | None = 0
@@ -615,14 +625,14 @@ def grad_norm(
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         if replicated is not None and not bool(replicated):
             raise GradientError(
-                "ranks with the same coordinates on their DTensors' meshes hold different gradients: they are pipeline stages, "
-                "or gradients are not averaged yet. Average gradients first; for a pipeline pass context=, a launched "
-                "context, which knows the stages",
+                "ranks with the same coordinates on the meshes of their DTensors have different gradients. There are "
+                "two possible causes. 1. Gradients are not averaged yet: average them first. 2. The ranks are "
+                "pipeline stages: pass context=, a launched context, which contains the stages.",
                 code="C047",
             )
         raise GradientError(
-            f"the total norm of order {norm_type} is {total.item()}, so the gradients cannot be clipped; "
-            f"error_if_nonfinite=False continues regardless",
+            f"the total norm of order {norm_type} is {total.item()}, so the gradients cannot be clipped. Pass "
+            "error_if_nonfinite=False to continue in this case.",
             code="C048",
         )
     return total
@@ -692,7 +702,7 @@ def clip_values_(grads: Iterable[Tensor], limit: float) -> None:
     bound = positive("the limit of a value clip", limit)
     tensors = [grad for grad in grads if grad.numel()]
     if any(grad.is_complex() for grad in tensors):
-        raise GradientError("clip_values_ needs real gradients; clip complex gradients by their norm")
+        raise GradientError("clip_values_ does not support complex gradients. Clip complex gradients by their norm.")
     if tensors:
         torch._foreach_clamp_min_(tensors, -bound)
         torch._foreach_clamp_max_(tensors, bound)

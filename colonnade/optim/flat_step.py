@@ -98,24 +98,24 @@ class FlatStep:
     def __init__(self, optimizer: Optimizer, buckets: Sequence[FlatBucket], graph: bool = False) -> None:
         reason = why_not(optimizer)
         if reason is not None:
-            raise GradientError(f"{reason}; use ScaledStep for this optimizer", code="C070")
+            raise GradientError(f"{reason}. Use ScaledStep for this optimizer.", code="C070")
         self.optimizer = optimizer
         members = [param for bucket in buckets for param in bucket.members]
         in_buckets = {id(param) for param in members}
         if len(in_buckets) != len(members):
             raise GradientError(
-                "a parameter is in the flat buckets twice; list a tied parameter only once", code="C070"
+                "a parameter is in the flat buckets twice. List a tied parameter only once.", code="C070"
             )
         devices = {bucket.grad.device for bucket in buckets}
         if len(devices) != 1:
             found = ", ".join(sorted(map(str, devices))) or "no buckets were given; give at least one"
-            raise GradientError(f"a flat step needs all buckets on one device, got: {found}", code="C070")
+            raise GradientError(f"a flat step needs all buckets on one device, but they are on {found}", code="C070")
         for number, group in enumerate(optimizer.param_groups):
             for index, param in enumerate(group["params"]):
                 if param.requires_grad and id(param) not in in_buckets:
                     raise GradientError(
-                        f"parameter {index} of group {number}, of shape {tuple(param.shape)}, is in no bucket, so a flat step "
-                        "would not update it; add it to a bucket or use ScaledStep",
+                        f"parameter {index} of group {number}, of shape {tuple(param.shape)}, is in no bucket, so a "
+                        "flat step would not update it. Add the parameter to a bucket, or use ScaledStep.",
                         code="C070",
                     )
 
@@ -163,10 +163,13 @@ class FlatStep:
             groups = optimizer.param_groups
             reason = next((reason for group in groups if (reason := _unfit(group))), None)
             if reason is not None:
-                raise GradientError(f"the optimizer was changed after its flat step was made: {reason}", code="C070")
+                raise GradientError(
+                    f"the optimizer was changed after its flat step was made: {reason}. Make a new FlatStep.",
+                    code="C070",
+                )
             if [len(group["params"]) for group in groups] != self._sizes:
                 raise GradientError(
-                    "parameters were added to the optimizer after its flat step was made; make a new FlatStep",
+                    "parameters were added to the optimizer after its flat step was made. Make a new FlatStep.",
                     code="C070",
                 )
             with torch.no_grad():
@@ -389,8 +392,9 @@ class BucketState:
             if param.data_ptr() != home.data_ptr():
                 if (param.shape, param.dtype, param.device) != (home.shape, home.dtype, home.device):
                     raise GradientError(
-                        f"a parameter of shape {tuple(home.shape)}, {home.dtype} on {home.device}, was changed to shape "
-                        f"{tuple(param.shape)}, {param.dtype} on {param.device}; change the model before initialize()",
+                        f"a parameter of shape {tuple(home.shape)}, {home.dtype} on {home.device}, was changed to "
+                        f"shape {tuple(param.shape)}, {param.dtype} on {param.device}. Change the model before "
+                        "initialize().",
                         code="C070",
                     )
                 home.copy_(param.detach())

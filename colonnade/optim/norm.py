@@ -99,7 +99,8 @@ class GradientBlock:
     def __post_init__(self) -> None:
         if self.index is not None and not 0 <= self.index < self.count:
             raise GradientError(
-                f"the index of a block with {self.count} replicas must be 0 to {self.count - 1}, not {self.index}"
+                f"a block has {self.count} replicas and index {self.index}; the index must be from 0 to "
+                f"{self.count - 1}"
             )
         if self.slot < 0:
             raise GradientError(f"a slot must be 0 or larger, not {self.slot}")
@@ -176,7 +177,7 @@ def check_order(p: float) -> float:
     except (TypeError, ValueError, OverflowError):
         order = math.nan
     if not 0 < order <= 32 and order != math.inf:
-        raise GradientError(f"the order of a gradient norm must be above 0 and at most 32, or inf, not {p!r}")
+        raise GradientError(f"the order of the gradient norm is {p!r}; it must be above 0 and at most 32, or inf")
     return order
 
 
@@ -248,7 +249,7 @@ class _DeviceSums:
                 if row.data_ptr() != tensor.data_ptr():
                     raise GradientError(
                         f"a gradient of shape {tuple(tensor.shape)} and strides {tensor.stride()} has gaps or "
-                        "overlaps, so it cannot be measured in place; make it contiguous or use powsums()"
+                        "overlaps in memory, so it cannot be measured in place. Make it contiguous, or use powsums()."
                     )
             self._read = KernelReader(rows) if suits_kernel(rows, p) else TorchReader(tensors, p)
 

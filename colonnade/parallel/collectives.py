@@ -222,7 +222,7 @@ def all_to_all(
         return x
     if send_sizes is None and len(x) % members.size:
         raise PlacementError(
-            f"{len(x)} rows cannot be divided evenly among the {members.size} ranks of {members.mode}; give send_sizes"
+            f"{len(x)} rows cannot be divided evenly among the {members.size} ranks of {members.mode}. Pass send_sizes."
         )
     send = _lengths_of_split(x, 0, send_sizes, members)
     if receive_sizes is not None:
@@ -323,7 +323,9 @@ def _along(
     if members is None:
         return x
     if not -x.dim() <= dim < x.dim():
-        raise PlacementError(f"dimension {dim} of a tensor of shape {tuple(x.shape)}: it has 0 to {x.dim() - 1}")
+        raise PlacementError(
+            f"dimension {dim} does not exist in a tensor of shape {tuple(x.shape)}; allowed are 0 to {x.dim() - 1}"
+        )
     at = dim % x.dim()
     lengths = lengths_of(x, at, sizes, members)
     return linear_map(
@@ -340,8 +342,8 @@ def _lengths_of_shards(x: Tensor, dim: int, sizes: Sequence[int] | None, members
     lengths = _counted(sizes, members)
     if lengths[members.at] != x.shape[dim]:
         raise PlacementError(
-            f"sizes={list(lengths)} over {members.mode} give this rank {lengths[members.at]} along dimension {dim}, "
-            f"but its tensor has the shape {tuple(x.shape)}"
+            f"sizes={list(lengths)} over {members.mode} give this rank {lengths[members.at]} elements along "
+            f"dimension {dim}, but its tensor has the shape {tuple(x.shape)}"
         )
     return lengths
 
@@ -362,7 +364,7 @@ def _counted(sizes: Sequence[int], members: Members) -> tuple[int, ...]:
     lengths = tuple(int(size) for size in sizes)
     if len(lengths) != members.size or min(lengths) < 0:
         raise PlacementError(
-            f"sizes={list(lengths)}: {members.mode} has {members.size} ranks, so give that many lengths"
+            f"sizes is {list(lengths)}, but {members.mode} has {members.size} ranks. Pass one length for each rank."
         )
     return lengths
 

@@ -125,9 +125,10 @@ def check_same_data(layout: Layout, placement: Placement, rank: int, name: str) 
         if misordered:
             positions = [layout.local_rank(mode, other) for other in misordered]
             raise PlacementError(
-                f"{name} is sharded over {mode} (as with zero stage 3), and the ranks {list(misordered)} of this mode would store "
-                f"its shards in the order {positions}: the groups of an initializer differ from those of the grid, and torch numbers "
-                f"the ranks of a group in ascending order. Use zero stage 2, or return groups whose ranks ascend along {mode.name}, too",
+                f"{name} is sharded over {mode}, as with ZeRO stage 3, but the ranks {list(misordered)} would store "
+                f"its shards in the order {positions}. The groups of an initializer differ from the grid, and torch "
+                "numbers the ranks of a group in ascending order. Use ZeRO stage 2, or also return groups whose "
+                f"ranks ascend along {mode.name}.",
                 code="C161",
             )
 
@@ -139,11 +140,12 @@ def check_same_data(layout: Layout, placement: Placement, rank: int, name: str) 
             at = {layout.coordinates(other)[axis.name] for other in group} if _is_distinct(axis, placement) else set()
             if len(at) > 1:
                 raise PlacementError(
-                    f"{name} is placed on {mode}, whose ranks see the same data, but the group {list(group)} has ranks at positions "
-                    f"{listed(sorted(at))} of the axis {axis.name!r}, which see distinct data: no sum over ranks gives the gradient "
-                    f"of a single process. Let the initializer group ranks of one replica; or give the mode an axis of its own, "
-                    f"parallel=dict({mode.value}=dict(size={len(group)})), so that positions follow from its groups; or register it "
-                    f"with data='distinct'",
+                    f"{name} is placed on {mode}, whose ranks see the same data, but the group {list(group)} has "
+                    f"ranks at positions {listed(sorted(at))} of the axis {axis.name!r}, which see distinct data. No "
+                    "sum over ranks gives the gradient of a single process. There are three remedies. 1. Let the "
+                    "initializer group only ranks of one replica. 2. Give the mode a separate axis, "
+                    f"parallel=dict({mode.value}=dict(size={len(group)})), so that positions follow from its groups. "
+                    "3. Register the mode with data='distinct'.",
                     code="C162",
                 )
 
@@ -256,8 +258,9 @@ def _find_reach(layout: Layout, placement: Placement, rank: int) -> _Reach:
     for mode in placement.modes:
         if not layout.has(mode):
             raise PlacementError(
-                f"a parameter is placed on {mode}, which has no groups here; the modes are "
-                f"{listed(known.name for known in layout.modes)}. Add it under `parallel`, or place the parameter on one of these.",
+                f"a parameter is placed on {mode}, but this layout has no groups of {mode}. The modes are "
+                f"{listed(known.name for known in layout.modes)}. Add {mode} under `parallel`, or place the "
+                "parameter on one of these modes.",
                 code="C030",
             )
     if tied is not None and max(tied.stages) >= layout.grid.sizes["pipeline"]:
@@ -274,8 +277,8 @@ def _find_reach(layout: Layout, placement: Placement, rank: int) -> _Reach:
     if tied is not None:
         if own_stage not in tied.stages:
             raise PlacementError(
-                f"parameter {tied.key!r} is tied at stages {list(tied.stages)}, but this rank is at stage {own_stage}; "
-                f"place it on the ranks of those stages only",
+                f"parameter {tied.key!r} is tied at stages {list(tied.stages)}, but this rank is at stage "
+                f"{own_stage}. Place the parameter as Tied only on the ranks of stages {list(tied.stages)}.",
                 code="C030",
             )
         stages = sorted(set(tied.stages))

@@ -45,7 +45,7 @@ class FlatLayout:
         kinds = {(tensor.dtype, tensor.device) for tensor in tensors}
         if len(kinds) != 1:
             found = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds)) or "no tensor at all"
-            raise GradientError(f"a flat buffer takes tensors of one dtype on one device, not: {found}")
+            raise GradientError(f"a flat buffer takes tensors of one dtype on one device, but the tensors are: {found}")
         self.dtype, self.device = kinds.pop()
         # Shapes and strides only: references to the tensors would keep alive the memory that they are moved out of.
         self._shapes = [(tensor.shape, _dense_stride(tensor)) for tensor in tensors]
@@ -171,8 +171,8 @@ def section_runs(sections: Sequence[int], at: int, count: int) -> list[tuple[int
         share = length // count
         if length % count:
             raise PlacementError(
-                f"sections of {listed(sections)} elements cannot be sharded evenly over {count} ranks; choose sizes divisible "
-                f"by {count}, or another number of ranks",
+                f"sections of {listed(sections)} elements cannot be sharded evenly over {count} ranks. Choose sizes "
+                f"that {count} divides, or another number of ranks.",
                 code="C032",
             )
         runs.append((start + at * share, share))

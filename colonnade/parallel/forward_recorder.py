@@ -242,8 +242,8 @@ def record(model: nn.Module, units: dict[str, nn.Module], run: Callable[[nn.Modu
         last = recorder.calls[-1].name if recorder.calls else None
         where = f"{'in' if recorder.inside else 'after'} {last!r}" if last else "before its first layer"
         raise ScheduleError(
-            f"the forward pass of {type(model).__name__} cannot be recorded without its weights, so the model cannot be split "
-            f"into pipeline stages: {where} it raised {type(error).__name__}: {error}",
+            f"the forward pass of {type(model).__name__} cannot be recorded without its weights, so the model cannot "
+            f"be split into pipeline stages. The pass raised {type(error).__name__} {where}: {error}",
             code="C050",
         ) from error
     finally:
@@ -384,8 +384,8 @@ class _Recorder(TorchDispatchMode):
                 inside = tree_leaves(dict(getattr(leaf, "__dict__", {})))
                 if any(self.value_of(item) is not None for item in inside):
                     raise ScheduleError(
-                        f"{name!r} is given a {type(leaf).__name__} with tensors inside, which cannot be sent to another stage; "
-                        f"pass the tensors as arguments",
+                        f"{name!r} is called with a {type(leaf).__name__} that contains tensors, and such an object "
+                        "cannot be sent to another stage. Pass the tensors as arguments.",
                         code="C050",
                     )
         self.calls.append(call)
@@ -407,8 +407,8 @@ class _Recorder(TorchDispatchMode):
         if not isinstance(leaf, Tensor):
             if not isinstance(leaf, _PLAIN):
                 raise ScheduleError(
-                    f"{name!r} returns a {type(leaf).__name__}, which cannot be sent to another stage. Return tensors, numbers, "
-                    f"strings, None, or tuples, lists and dicts of them",
+                    f"{name!r} returns a {type(leaf).__name__}, which cannot be sent to another stage. Return "
+                    "tensors, numbers, strings, None, or tuples, lists and dicts of these types.",
                     code="C050",
                 )
             return leaf

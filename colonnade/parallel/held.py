@@ -105,8 +105,8 @@ def refuse_colossalai_attributes(model: nn.Module, context: ParallelContext) -> 
         for attribute, (mode, write) in _COLOSSALAI_ATTRIBUTES.items():
             if getattr(parameter, attribute, None) and context.get_world_size(mode) > 1 and not is_placed(parameter):
                 raise PlacementError(
-                    f"{name} is marked {attribute}, which Colonnade does not read: without a placement it would be a replica "
-                    f"on every rank. Write {write}.",
+                    f"{name} is marked {attribute}, but Colonnade does not read this mark. Without a placement the "
+                    f"parameter would be replicated on every rank. Write {write}.",
                     code="C031",
                 )
 
@@ -148,9 +148,10 @@ class Placements:
                 entry.name: f"{tuple(shape)} {entry.tensor.dtype}{'' if entry.tensor.requires_grad else ' frozen'}"
                 for entry, shape in zip(self._held, self._shapes, strict=True)
             },
-            "All ranks of a pipeline stage must have the same parameters in the same order, so each must build the same modules. "
-            "Shapes are those of full tensors: if each rank has a shard, declare it with place(parameter, {mode: Shard(dim)}), "
-            "and give shape=<full shape> if the shards are uneven.",
+            "All ranks of a pipeline stage must have the same parameters in the same order, so each rank must "
+            "build the same modules. The shapes above are those of full tensors. If each rank has a shard, "
+            "declare the shard with place(parameter, {mode: Shard(dim)}). If the shards are uneven, also pass "
+            "shape=<full shape>.",
             PlacementError,
             part=self._stage,
         )
@@ -188,8 +189,8 @@ class Placements:
                 problems.append(f"{name}: {found:g} elements found, {expected:g} expected; placed as {placement}")
         if problems:
             raise PlacementError(
-                "placements do not add up (the sum over ranks of local elements / number of replicas must be the number "
-                "of elements of the full tensor):\n  " + "\n  ".join(problems[:12]),
+                "placements do not add up. For each tensor, the sum over ranks of (local elements / number of replicas) "
+                "must be the number of elements of the full tensor:\n  " + "\n  ".join(problems[:12]),
                 code="C031",
             )
 
@@ -272,11 +273,12 @@ def _compare_weights(ranks: tuple[int, ...], entries: list[Held], context: Paral
     modes = [mode for mode in context.layout.modes if context.is_initialized(mode)]
     mode = next((mode for mode in reversed(modes) if context.get_ranks_in_group(mode) == list(ranks)), None)
     advice = (
-        "A parameter without a placement is replicated on these ranks, which have the same seed. If each rank has its "
-        "own shard, declare the shard where the parameter is created: place(parameter, "
-        f"{{ParallelMode.{mode.name if mode else 'TENSOR'}: Shard(0)}}). "
-        "If the model was built before launch, build it after, so that the ranks draw the same numbers. If the "
-        "weights differ on purpose and all ranks are to get those of the first, set compare_weights=False in the config."
+        "A parameter without a placement is replicated on these ranks, and they have the same seed. There are "
+        "three possible causes. 1. Each rank has a different shard: declare the shard where the parameter is "
+        f"created, with place(parameter, {{ParallelMode.{mode.name if mode else 'TENSOR'}: Shard(0)}}). 2. The "
+        "model was built before launch, so the ranks drew different numbers: build it after launch. 3. The "
+        "weights differ on purpose: set compare_weights=False in the config, and all ranks get the weights of "
+        "the first."
     )
     try:
         with agreed_errors(context.device, parts=[1], group=group) as agreement:

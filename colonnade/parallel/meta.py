@@ -71,16 +71,15 @@ def meta_init() -> Iterator[None]:
             return
         if is_lazy(parameter):
             raise PlacementError(
-                f"{name} of {type(module).__name__} gets its shape in the first forward pass, but meta_init() must know it: "
-                f"use a layer with explicit sizes",
+                f"{name} of {type(module).__name__} gets its shape in the first forward pass, but meta_init() needs "
+                "the shape when the model is built. Use a layer with explicit sizes.",
                 code="C034",
             )
         if is_expanded(parameter):
             raise PlacementError(
-                f"{name} of {type(module).__name__} is an expanded tensor, of shape {tuple(parameter.shape)} and strides "
-                f"{parameter.stride()}: its elements share memory, so they cannot be trained separately. Give the "
-                f"parameter its own memory: "
-                f"nn.Parameter(tensor.expand(...).clone())",
+                f"{name} of {type(module).__name__} is an expanded tensor of shape {tuple(parameter.shape)} and "
+                f"strides {parameter.stride()}. Its elements share memory, so they cannot be trained separately. "
+                "Allocate memory for every element: nn.Parameter(tensor.expand(...).clone())",
                 code="C034",
             )
         parameters.append(parameter)
@@ -363,9 +362,9 @@ class InitRecording(TorchDispatchMode):
         touched = {memory_of(value) for op in ops for value in (*op.inputs, *op.outputs) if value.is_meta}
         if touched & self.owned and any(op.is_random for op in ops):
             raise PlacementError(
-                "inside meta_init() a buffer, or code of the model, needs the values of a parameter, but these are "
-                "drawn only in initialize(). Build this module outside meta_init(), or `with torch.device('cpu')` "
-                "inside it.",
+                "a buffer or the model's code needs the values of a parameter inside meta_init(), but these values "
+                "are drawn only in initialize(). Build this module outside of meta_init(), or inside it `with "
+                "torch.device('cpu')`.",
                 code="C034",
             )
 
@@ -810,14 +809,14 @@ def parameter_inits(stages: Iterable[nn.Module], prefix: str = "") -> dict[int, 
             start = initial_value_of(parameter)
             if start is None:
                 raise PlacementError(
-                    f"{name} is on the meta device and has no initial value: build the model inside "
-                    f"`with colonnade.meta_init():`, or on a device that has memory",
+                    f"{name} is on the meta device and has no initial value. Build the model inside `with "
+                    "colonnade.meta_init():`, or on a device that has memory.",
                     code="C034",
                 )
             if start.version != parameter._version:
                 raise PlacementError(
-                    f"{name} was changed on the meta device after meta_init(), which has no effect: initialise it "
-                    f"inside the block, or after initialize()",
+                    f"{name} was changed on the meta device after meta_init(), but this change has no effect. "
+                    "Initialize the parameter inside the block, or after initialize().",
                     code="C034",
                 )
             # Stages that were built one by one may have equal names.
@@ -837,9 +836,9 @@ def parameter_inits(stages: Iterable[nn.Module], prefix: str = "") -> dict[int, 
         ops = [start.recording.ops[at] for at in start.recording.needed_for(start.tensor)]
         if any(op in start.recording.read_from for op in ops):
             raise PlacementError(
-                f"{name} is initialized with random numbers that a buffer, or code of the model, has read inside "
-                f"meta_init(), but the random numbers of parameters are drawn only in initialize(). Build the module "
-                f"outside of meta_init(), or inside it `with torch.device('cpu'):`.",
+                f"{name} is initialized with random numbers that were read inside meta_init() by a buffer or the "
+                "model's code. The random numbers of parameters are drawn only in initialize(). Build the module "
+                "outside of meta_init(), or inside it `with torch.device('cpu'):`.",
                 code="C034",
             )
         drawn[name] = {memory_of(made) for op in ops if op.is_random for made in op.outputs}
@@ -856,8 +855,8 @@ def parameter_inits(stages: Iterable[nn.Module], prefix: str = "") -> dict[int, 
         if init is not None:
             if not init.steps:
                 raise PlacementError(
-                    f"{name} was never given values inside meta_init(). Initialise it there (torch.nn.init.normal_(parameter), "
-                    f"say), or build its module `with torch.device('cpu'):`.",
+                    f"{name} was never given values inside meta_init(). Initialize it there, for example with "
+                    "torch.nn.init.normal_(parameter), or build its module `with torch.device('cpu'):`.",
                     code="C034",
                 )
             is_moved = init.moved or not start.tensor.is_contiguous()
@@ -896,8 +895,8 @@ def _refuse_tensors_without_values(stages: Iterable[nn.Module]) -> None:
             # A tensor with a graph is computed from parameters; the old weight_norm does so again in each forward pass.
             if not leaf.requires_grad:
                 raise PlacementError(
-                    f"{name} holds a tensor without values, because it was built inside meta_init(). Make it a buffer "
-                    f"(register_buffer), or build it `with torch.device('cpu'):`.",
+                    f"{name} contains a tensor without values, because it was built inside meta_init(). Register the "
+                    "tensor as a buffer (register_buffer), or build it `with torch.device('cpu'):`.",
                     code="C034",
                 )
 
@@ -923,11 +922,11 @@ def refuse_meta_state(optimizer: Any) -> None:
             if isinstance(value, Tensor) and value.is_meta:
                 name = type(optimizer).__name__
                 raise GradientError(
-                    f"{name} has state ({key}) of parameters that were built inside meta_init() and have no memory yet, so its values are "
-                    f"lost: some optimizers create state when they are built, and load_state_dict() creates state in "
-                    f"all optimizers. Pass initialize() a function, lambda parameters: {name}(parameters, ...), and "
-                    f"load state afterwards, with CheckpointManager or "
-                    f"engine.optimizer.load_state_dict()",
+                    f"{name} already has state ({key}), but its parameters were built inside meta_init() and have no "
+                    "memory yet, so the state is lost. Some optimizers create state when they are built, and "
+                    "load_state_dict() creates state in all optimizers. Pass a function to initialize(): lambda "
+                    f"parameters: {name}(parameters, ...). Load state after initialize(), with CheckpointManager or "
+                    "engine.optimizer.load_state_dict().",
                     code="C034",
                 )
 

@@ -89,8 +89,9 @@ class ForwardSplitter:
             for key, _ in unit.named_buffers() if has_parameters(unit) else ():
                 if f"{name}.{key}" in self._recording.uses:
                     raise ScheduleError(
-                        f"the forward pass of {type(self._model).__name__} uses {key!r}, a buffer of {name!r}, which only one "
-                        f"pipeline stage has; use it inside that layer only, or register a buffer on the model",
+                        f"the forward pass of {type(self._model).__name__} uses {key!r}, a buffer of {name!r}, but "
+                        f"only one pipeline stage has {name!r}. Use the buffer only inside that layer, or register a "
+                        "buffer on the model.",
                         code="C050",
                     )
 
@@ -324,7 +325,9 @@ class Absent:
 
     def _no_call(self, *args: Any, **kwargs: Any) -> Any:
         raise ScheduleError(
-            f"{self._name!r} is in another pipeline stage, and cannot be called on this rank", code="C050"
+            f"{self._name!r} is in another pipeline stage, so it cannot be called on this rank. Call it only in the "
+            "forward pass of the model.",
+            code="C050",
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -369,10 +372,10 @@ class StageRun:
         if at >= len(spec.unit_names) or spec.unit_names[at] != name:
             expected = f"{spec.unit_names[at]!r} was expected" if at < len(spec.unit_names) else "no call was expected"
             raise ScheduleError(
-                f"the forward pass calls {name!r} where {expected}, according to the pass recorded when the model was "
-                f"split into stages. A "
-                f"pipeline needs the same calls in every pass, without layer dropout. If your inputs lead to other calls than "
-                f"those recorded, pass a batch of them to parallelize(sample=) or split(sample=)",
+                f"the forward pass calls {name!r}, but {expected} at this point. The expected calls were recorded "
+                "when the model was split into stages. A pipeline needs the same calls in every pass, without layer "
+                "dropout. If your inputs lead to other calls, pass a batch of them to parallelize(sample=) or "
+                "split(sample=).",
                 code="C050",
             )
         form = spec.result_forms[at]
@@ -461,7 +464,8 @@ class ModelStage(nn.Module):
             WATCHER.reset(token)
         if not spec.is_last:
             raise ScheduleError(
-                f"forward() returned before calling {spec.unit_names[spec.stop]!r}, with which the next pipeline stage begins",
+                f"forward() returned before it called {spec.unit_names[spec.stop]!r}, the first layer of the next "
+                "pipeline stage. Call every layer in each forward pass.",
                 code="C050",
             )
         return result_of(result)
@@ -564,28 +568,28 @@ def _check(model: nn.Module, units: dict[str, nn.Module]) -> None:
     name = type(model).__name__
     if not units:
         raise ScheduleError(
-            f"the order of the layers of a {name} is not known. Keep its blocks in an nn.ModuleList, give it a method "
-            f"pipeline_layers() that returns its layers (or their names) in the order of their calls, or pass an nn.Sequential "
-            f"or a list of your own stages.",
+            f"the order of the layers of a {name} is not known. There are three remedies. 1. Keep its blocks in an "
+            "nn.ModuleList. 2. Define a method pipeline_layers() that returns its layers (or their names) in the "
+            "order of their calls. 3. Pass an nn.Sequential or a list of custom stages.",
             code="C050",
         )
     if has_hooks(model):
         raise ScheduleError(
-            f"{name} has hooks, which would run on each pipeline stage with parts of its inputs and outputs; remove them, or "
-            f"register them on its layers",
+            f"{name} has hooks, but each pipeline stage would run these hooks with only parts of the inputs and "
+            "outputs. Remove the hooks, or register them on its layers.",
             code="C050",
         )
     for key, value in _config_values(model):
         if "layerdrop" in key and value:
             raise ScheduleError(
-                f"{name}: config.{key}={value}: layer dropout is not supported in a pipeline (ranks would drop different "
-                f"layers); set it to 0",
+                f"{name} has config.{key}={value}, but layer dropout is not supported in a pipeline, because ranks "
+                "would drop different layers. Set it to 0.",
                 code="C050",
             )
         if key == "output_router_logits" and value:
             raise ScheduleError(
-                f"{name}: config.output_router_logits=True adds a loss over the routers of all layers, which are in several "
-                f"pipeline stages. Set it to False",
+                f"{name} has config.output_router_logits=True, which adds a loss over the routers of all layers. In "
+                "a pipeline these layers are in several stages. Set output_router_logits to False.",
                 code="C050",
             )
 
@@ -614,16 +618,16 @@ def _call_with_small_inputs(model: nn.Module) -> Call:
         inputs = {"pixel_values": torch.zeros(1, getattr(config, "num_channels", 3), *sides, dtype=dtype, device="cpu")}
     if not isinstance(inputs, dict) or main not in inputs:
         raise ScheduleError(
-            f"a {type(model).__name__} is split into stages by its forward pass, whose inputs are not known: pass sample=, the "
-            f"data of a batch (tensors of any values)",
+            f"a {type(model).__name__} is split into stages by its forward pass, but the inputs of this pass are not "
+            "known. Pass sample=, the data of a batch (tensors of any values).",
             code="C050",
         )
     others = [name for name in inspect.signature(model.forward).parameters if name.startswith(_OTHER_MODALITIES)]
     if main == "input_ids" and others:
         raise ScheduleError(
-            f"a {type(model).__name__} takes {others[0]!r} in addition to {main!r}, and this input changes which "
-            f"layers it calls: pass sample=, a batch with the inputs of your run (tensors of any values), to "
-            f"parallelize or split",
+            f"a {type(model).__name__} takes {others[0]!r} in addition to {main!r}, and {others[0]!r} changes which "
+            "layers the model calls. Pass sample=, a batch with the inputs of your run (tensors of any values), to "
+            "parallelize or split.",
             code="C050",
         )
     return lambda function: function(**inputs)

@@ -166,7 +166,7 @@ def place(
     """
     if is_dtensor(parameter):
         raise PlacementError(
-            "this parameter is a DTensor, whose own placements are used; call place() on plain parameters only",
+            "this parameter is a DTensor and already has placements. Call place() only on plain parameters.",
             code="C030",
         )
     checked = {ParallelMode(mode): _checked(spec, ParallelMode(mode), parameter) for mode, spec in modes.items()}
@@ -203,8 +203,8 @@ def place_module(module: nn.Module, rules: Mapping[Rule, Mapping[ParallelMode, S
     for rule in rules:
         if not any(_fits(rule, name, parameter) for name, parameter in named.items()):
             raise PlacementError(
-                f"the rule {rule!r} matches no parameter; the names are {listed(list(named)[:20])}"
-                f"{' ...' if len(named) > 20 else ''}.{did_you_mean(str(rule), named)}",
+                f"the rule {rule!r} matches no parameter. The parameters are "
+                f"{listed(list(named)[:20])}{' ...' if len(named) > 20 else ''}.{did_you_mean(str(rule), named)}",
                 code="C030",
             )
     return module
@@ -257,35 +257,46 @@ def _checked(spec: object, mode: ParallelMode, parameter: Tensor) -> Spec:
     if isinstance(spec, Shard):
         dims = parameter.dim()
         if not -dims <= spec.dim < dims:
-            has = f"dimensions 0 to {dims - 1}" if dims else "no dimension to shard: give it one, as torch.ones(1) has"
+            has = (
+                f"dimensions 0 to {dims - 1}"
+                if dims
+                else "no dimension to shard. Give it one dimension, as in torch.ones(1)"
+            )
             raise PlacementError(
-                f"Shard({spec.dim}) on {mode}: a parameter of shape {tuple(parameter.shape)} has {has}", code="C030"
+                f"Shard({spec.dim}) on {mode} is not possible, because a parameter of shape {tuple(parameter.shape)} "
+                f"has {has}",
+                code="C030",
             )
         sections = tuple(int(length) for length in spec.sections)
         here = parameter.shape[spec.dim]
         if sections and (min(sections) < 1 or here == 0 or sum(sections) % here):
             raise PlacementError(
-                f"{_spec_text(spec)} on {mode}: a shard of {here} elements along dimension {spec.dim} is not an even share of "
-                f"sections of {listed(sections)}; give the full length of each section, divisible by the ranks of the mode",
+                f"{_spec_text(spec)} on {mode} has a shard of {here} elements along dimension {spec.dim}, which is "
+                f"not an even share of sections of {listed(sections)}. Give the full length of each section, "
+                "divisible by the number of ranks of the mode.",
                 code="C030",
             )
         return Shard(spec.dim % dims, spec.owes, sections if len(sections) > 1 else ())
     if isinstance(spec, Tied):
         if mode is not ParallelMode.PIPELINE:
             raise PlacementError(
-                f"Tied is only for {ParallelMode.PIPELINE} (the stages that share a weight), not {mode}", code="C030"
+                f"Tied is allowed only for {ParallelMode.PIPELINE} (the stages that share a weight), not for {mode}",
+                code="C030",
             )
         if len(set(spec.stages)) < 2 or not spec.key:
             raise PlacementError(
-                f"{spec}: give at least two different stages and a key, the same on each of them", code="C030"
+                f"{spec} is not valid. Give at least two different stages, and a key that is the same on each of them.",
+                code="C030",
             )
         return Tied(tuple(sorted(set(spec.stages))), spec.key)
     if isinstance(spec, Replicate):
         if spec.owes not in ("auto", "sum", "nothing"):
-            raise PlacementError(f"Replicate(owes={spec.owes!r}): allowed are 'auto', 'sum' and 'nothing'", code="C030")
+            raise PlacementError(
+                f"Replicate got owes={spec.owes!r}; allowed are 'auto', 'sum' and 'nothing'", code="C030"
+            )
         return spec
     raise PlacementError(
-        f"{spec!r} on {mode} is not a placement; use Shard(dim), Replicate() or Tied(stages, key)", code="C030"
+        f"{spec!r} on {mode} is not a placement. Use Shard(dim), Replicate() or Tied(stages, key).", code="C030"
     )
 
 
@@ -293,12 +304,14 @@ def _check_shape(record: Placement, parameter: Tensor) -> None:
     for packed in (shard for shard in record.shards.values() if shard.sections):
         if sum(shard.dim == packed.dim for shard in record.shards.values()) > 1:
             raise PlacementError(
-                f"{record}: dimension {packed.dim} has sections, so only one mode can shard it", code="C030"
+                f"{record} has sections in dimension {packed.dim}, so only one mode can shard this dimension",
+                code="C030",
             )
         if record.shape is not None and record.shape[packed.dim] != sum(packed.sections):
             raise PlacementError(
-                f"{record}: the sections have {sum(packed.sections)} elements along dimension {packed.dim}, but the full tensor "
-                f"of shape {record.shape} has {record.shape[packed.dim]}",
+                f"{record} has sections of {sum(packed.sections)} elements in total along dimension {packed.dim}, "
+                f"but the full tensor of shape {record.shape} has {record.shape[packed.dim]}. Correct the sections "
+                "or the full shape.",
                 code="C030",
             )
     if record.shape is None:
@@ -310,8 +323,8 @@ def _check_shape(record: Placement, parameter: Tensor) -> None:
     )
     if not fits:
         raise PlacementError(
-            f"a local shape of {tuple(parameter.shape)} is not a shard of a full tensor of shape {record.shape} "
-            f"sharded on dimension {sorted(sharded) or 'none'}",
+            f"a local shape of {tuple(parameter.shape)} cannot be a shard of a full tensor of shape {record.shape} "
+            f"that is sharded on dimension {sorted(sharded) or 'none'}. Correct shape= or the placement.",
             code="C030",
         )
 
@@ -354,9 +367,9 @@ def effective_placement(parameter: Tensor, layout: Layout, rank: int) -> Placeme
             mode = next(fitting, None)
             if mode is None:
                 raise PlacementError(
-                    f"a DTensor is on a mesh dimension of ranks {ranks}, which is not a group of any mode of this world "
-                    f"({listed(mode.name for mode in layout.modes)}). Build the mesh with context.device_mesh(modes...), or add a "
-                    f"mode with these groups under `parallel`.",
+                    f"a DTensor is on a mesh dimension of ranks {ranks}, but these ranks are not a group of any mode "
+                    f"of this world ({listed(mode.name for mode in layout.modes)}). Build the mesh with "
+                    "context.device_mesh(modes...), or add a mode with this group under `parallel`.",
                     code="C030",
                 )
             modes[mode] = _spec(spec)
@@ -395,8 +408,8 @@ def _spec(spec: Any) -> Spec:
     if not spec.is_partial():  # not is_shard(): FSDP2 over a TP plan has strided shards, for which that is False
         return Shard(spec.dim, owes="nothing")
     raise PlacementError(
-        f"a DTensor parameter has the placement {spec}: its sum is pending, so neither its norm nor its update is "
-        f"defined. Redistribute it to Shard or Replicate first.",
+        f"a DTensor parameter has the placement {spec} with a pending sum, so its norm and its update are not "
+        "defined. Redistribute it to Shard or Replicate first.",
         code="C030",
     )
 
@@ -432,15 +445,16 @@ def check_ties(modules: Iterable[nn.Module]) -> None:
             address = local_part(parameter).data_ptr() if parameter.requires_grad and not parameter.is_meta else 0
             if address and in_memory.setdefault(address, name) != name:
                 raise PlacementError(
-                    f"{in_memory[address]!r} and {name!r} share memory, but are two parameters, with a gradient and "
-                    f"optimizer state each. To tie them, use one parameter: head.weight = embedding.weight (not .data). To keep "
-                    f"two, give one a copy: parameter.data = parameter.data.clone()"
+                    f"{in_memory[address]!r} and {name!r} share memory, but are two parameters with separate "
+                    "gradients and optimizer state. To tie them, use one parameter: head.weight = embedding.weight "
+                    "(not .data). To keep two, give one a copy: parameter.data = parameter.data.clone()"
                 )
             source = getattr(parameter, _SOURCE_ATTRIBUTE, parameter)
             first, other = seen.setdefault(source, (name, parameter))
             if other is not parameter and other.requires_grad and parameter.requires_grad:
                 raise PlacementError(
-                    f"{first!r} and {name!r} come from one full parameter: they were tied before from_module(), and would "
-                    f"now be trained separately. Give the second layer the weight of the first, as in Classifier.from_module("
-                    f"head, weight=embedding.weight). To keep two, take one from copy.deepcopy(module)"
+                    f"{first!r} and {name!r} come from one full parameter. They were tied before from_module(), but "
+                    "would now be trained separately. To tie them, give the second layer the weight of the first, as "
+                    "in Classifier.from_module(head, weight=embedding.weight). To keep two, convert "
+                    "copy.deepcopy(module) for one of them."
                 )

@@ -41,8 +41,9 @@ Tie = tuple[tuple[str, int], ...]
 def no_generate(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
     """Replaces the method `generate` of a transformers model on a stage, where it cannot work. Always raises."""
     raise ScheduleError(
-        "generate() needs all stages of the model, but a pipeline has them on several ranks. Call engine.save_pretrained(folder) "
-        "on every rank, then load the folder with transformers' from_pretrained in one process and generate there",
+        "generate() needs all stages of the model, but in a pipeline they are on several ranks. Call "
+        "engine.save_pretrained(folder) on every rank. Then load the folder with transformers' from_pretrained in "
+        "one process, and generate there.",
         code="C050",
     )
 
@@ -145,8 +146,8 @@ def split(
         stages = list(model)
         if at is not None or num_stages not in (None, len(stages)):
             raise ScheduleError(
-                f"a list of {len(stages)} modules is {len(stages)} stages already; leave out at= and num_stages=, or "
-                "pass the unsplit model",
+                f"a list of {len(stages)} modules already defines {len(stages)} stages. Leave at= and num_stages= "
+                "out, or pass the unsplit model.",
                 code="C050",
             )
         return Split(stages, find_ties(stages))
@@ -180,8 +181,8 @@ def _split_by_forward(
     """Split a model with blocks in lists into stages that run the model's own forward pass."""
     if balance != "parameters":
         raise ScheduleError(
-            f"balance={balance!r} needs an nn.Sequential or a model with pipeline_layers(); a {type(model).__name__} is split "
-            f"by its own forward pass. Use balance='parameters', or name layers in at=",
+            f"balance={balance!r} needs an nn.Sequential or a model with pipeline_layers(), but a "
+            f"{type(model).__name__} is split by its forward pass. Use balance='parameters', or name layers in at=.",
             code="C050",
         )
     # Imported here: a run without such a model does not need the recorder.
@@ -235,26 +236,34 @@ def _layers_of(model: nn.Module) -> Layers:
         for layer in model.pipeline_layers():  # type: ignore[operator]
             name = layer if isinstance(layer, str) else names.get(id(layer), "")
             if name not in modules:
-                wrong = f"no layer {name!r}.{did_you_mean(name, modules)}" if isinstance(layer, str) else f"not {layer}"
+                wrong = (
+                    f"the unknown name {name!r}.{did_you_mean(name, modules)}" if isinstance(layer, str) else f"{layer}"
+                )
                 raise ScheduleError(
-                    f"pipeline_layers() of {kind} must return layers of the model, or their names: {wrong}", code="C050"
+                    f"pipeline_layers() of {kind} must return layers of the model, or their names. It returned {wrong}",
+                    code="C050",
                 )
             layers.append((name, modules[name]))
         nested = [(outer, inner) for outer, _ in layers for inner, _ in layers if inner.startswith(f"{outer}.")]
         if nested:
             raise ScheduleError(
-                f"pipeline_layers() returns {nested[0][0]!r} and, inside it, {nested[0][1]!r}; return only one of them",
+                f"pipeline_layers() returned {nested[0][0]!r} and also {nested[0][1]!r}, which is inside "
+                f"{nested[0][0]!r}. Return only one of the two.",
                 code="C050",
             )
         if not layers:
-            raise ScheduleError(f"pipeline_layers() of {kind} returned nothing", code="C050")
+            raise ScheduleError(
+                f"pipeline_layers() of {kind} returned no layers. Return its layers, or their names, in the order of "
+                "their calls.",
+                code="C050",
+            )
     # A tensor outside of all layers would be in no stage, and so neither trained nor saved.
     kept = {f"{name}.{key}" for name, layer in layers for key in _tensor_names(layer)}
     lost = [key for key in _tensor_names(model) if key not in kept]
     if lost:
         raise ScheduleError(
-            f"the layers of {kind} do not hold {listed(lost[:5])}{', ...' if len(lost) > 5 else ''}; put each parameter and "
-            f"buffer into one of them",
+            f"no layer of {kind} contains {listed(lost[:5])}{', ...' if len(lost) > 5 else ''}. Put each parameter and "
+            "buffer into a layer.",
             code="C050",
         )
     return layers
@@ -304,7 +313,7 @@ def _compare_with_stages(
 
     Random state and buffers are restored.
     """
-    differs = f"the layers of {type(model).__name__}, called in order, give a different result than its forward pass"
+    differs = f"the layers of {type(model).__name__}, called in order, do not give the same result as its forward pass"
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     devices = sorted({parameter.device.index for parameter in model.parameters() if parameter.is_cuda})
     results = []
@@ -383,9 +392,9 @@ def _require_chain(model: nn.Module, layers: Layers) -> None:
         why = _not_a_chain(model, layers)
     if why:
         raise ScheduleError(
-            f"forward() of {type(model).__name__} cannot be shown to call its layers in order and do nothing else: {why}. Move "
-            f"the operations between the layers into one of them; or pass sample=, the data of a batch, on which stages and "
-            f"unsplit model are compared",
+            f"the model cannot be split into stages, because nothing shows that forward() of {type(model).__name__} "
+            f"only calls its layers in order: {why}. Move the operations between the layers into one of the layers. "
+            "Or pass sample=, the data of a batch; the stages and the unsplit model are then compared on this batch.",
             code="C050",
         )
 
@@ -445,18 +454,19 @@ def _given_cuts(names: Sequence[str], at: Sequence[str], num_stages: int | None)
         index = next((i for i, name in enumerate(names) if name == cut or name.startswith(f"{cut}.")), None)
         if index is None:
             raise ScheduleError(
-                f"no layer {cut!r} to split at; layers: {listed(names)}.{did_you_mean(cut, names)}", code="C050"
+                f"{cut!r} in at= is not a layer. The layers are {listed(names)}.{did_you_mean(cut, names)}", code="C050"
             )
         if index <= firsts[-1]:
             raise ScheduleError(
-                f"at= must name the first layer of each stage but the first, in order and without repeats; {cut!r} does not come "
-                f"after {names[firsts[-1]]!r}",
+                "at= must name the first layer of each stage except the first stage, in order and without repeats. "
+                f"{cut!r} does not come after {names[firsts[-1]]!r}.",
                 code="C050",
             )
         firsts.append(index)
     if num_stages not in (None, len(firsts)):
         raise ScheduleError(
-            f"at= with {len(at)} name(s) makes {len(firsts)} stages, not num_stages={num_stages}; pass only one of them",
+            f"at= with {len(at)} name(s) makes {len(firsts)} stages, but num_stages is {num_stages}. Pass only one "
+            "of at= and num_stages=.",
             code="C050",
         )
     return firsts
@@ -464,10 +474,13 @@ def _given_cuts(names: Sequence[str], at: Sequence[str], num_stages: int | None)
 
 def _balanced_cuts(names: Sequence[str], num_stages: int | None, weights: Sequence[float]) -> list[int]:
     if num_stages is None:
-        raise ScheduleError("pass at=[names of layers] or num_stages=, to say where to split", code="C050")
+        raise ScheduleError(
+            "the cut points of the pipeline stages are missing. Pass at=[names of layers] or num_stages=.", code="C050"
+        )
     if not 1 <= num_stages <= len(names):
         raise ScheduleError(
-            f"{len(names)} layers cannot make {num_stages} stages: every stage needs at least one. Layers: {listed(names)}",
+            f"{len(names)} layers cannot make {num_stages} stages, because every stage needs at least one layer. The "
+            f"layers are {listed(names)}.",
             code="C050",
         )
     return balanced(weights, num_stages)
@@ -511,9 +524,11 @@ def _weights(layers: Layers, balance: str, sample: Any, one_value: bool) -> list
     if balance == "parameters":
         return [float(sum(parameter.numel() for parameter in layer.parameters())) for _, layer in layers]
     if balance != "time":
-        raise ScheduleError(f"balance must be 'parameters' or 'time', not {balance!r}", code="C050")
+        raise ScheduleError(f"balance is {balance!r}; allowed are 'parameters' and 'time'", code="C050")
     if sample is None:
-        raise ScheduleError("balance='time' measures the layers: pass sample=, the data of one batch", code="C050")
+        raise ScheduleError(
+            "balance='time' measures the layers and needs data. Pass sample=, the data of one batch.", code="C050"
+        )
     return _measured(layers, sample, one_value)
 
 
@@ -617,9 +632,9 @@ def take_stages(split: Split, stage_ranks: Sequence[int], rank: int) -> nn.Modul
     """
     if len(split) != len(stage_ranks):
         raise ScheduleError(
-            f"the model was split into {len(split)} stages, and the schedule has {len(stage_ranks)} (on "
-            f"{max(stage_ranks) + 1} pipeline ranks); call colonnade.split with num_stages={len(stage_ranks)}, or with as many "
-            f"stages in at=",
+            f"the model was split into {len(split)} stages, but the schedule has {len(stage_ranks)} stages (on "
+            f"{max(stage_ranks) + 1} pipeline ranks). Call colonnade.split with num_stages={len(stage_ranks)}, or "
+            "with names for as many stages in at=.",
             code="C050",
         )
     own_stages = [stage for stage, home in enumerate(stage_ranks) if home == rank]
@@ -652,8 +667,9 @@ def build_schedule(context: ParallelContext) -> Any:
     elif not wanted:
         if config.get("num_microbatches") is None:
             raise ConfigError(
-                f"a pipeline of {context.pipeline_parallel_size} stages needs a schedule and a number of micro-batches: "
-                f"schedule=dict(type='OneFOneB', num_microbatches=8), or just num_microbatches=8 for the same",
+                f"a pipeline of {context.pipeline_parallel_size} stages needs a schedule and a number of "
+                "micro-batches. Write schedule=dict(type='OneFOneB', num_microbatches=8). num_microbatches=8 has the "
+                "same effect.",
                 code="C051",
             )
         # The keys of Colossal-AI's configs.
@@ -671,8 +687,8 @@ def build_schedule(context: ParallelContext) -> Any:
         built = schedule(**settings)
     except TypeError as error:
         raise ConfigError(
-            f"schedule: {name} could not be built with {settings or 'no arguments'}: {error}", code="C051"
+            f"the schedule {name} could not be built with {settings or 'no arguments'}: {error}", code="C051"
         ) from error
     if not callable(getattr(built, "forward_back_step", None)):
-        raise ConfigError(f"schedule: {name} has no forward_back_step(); inherit BaseSchedule", code="C051")
+        raise ConfigError(f"the schedule {name} has no forward_back_step(). Inherit BaseSchedule.", code="C051")
     return built

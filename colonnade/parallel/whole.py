@@ -105,14 +105,16 @@ def locate_tensors(
             if not _is_extra_state(key):
                 if not isinstance(value, Tensor):
                     raise CheckpointError(
-                        f"the model's state_dict() has {key}, a {type(value).__name__}, not a tensor", code="C082"
+                        f"state_dict() of the model has {key}, which is a {type(value).__name__} and not a tensor. "
+                        "Only tensors can be saved.",
+                        code="C082",
                     )
                 named.setdefault(id(value), (value, []))[1].append(key)
         lost = [name for name, parameter in model.named_parameters() if id(parameter) not in named]
         if lost:
             raise CheckpointError(
-                f"the model's state_dict() does not hold the parameters {listed(lost[:5])} themselves, so they cannot be "
-                f"saved; a hook of the model replaces or drops them",
+                f"state_dict() of the model does not contain the parameters {listed(lost[:5])}, so they cannot be "
+                "saved. Correct the hook of the model that replaces or drops them.",
                 code="C082",
             )
         for tensor, keys in named.values():
@@ -253,7 +255,8 @@ def _uneven_offset(found: LocalTensor, dim: int, length: int, sizes_of_ranks: Se
     if len(known) != count or sum(known) != length:
         raise CheckpointError(
             f"{found.names[0]} is placed as {found.placement} with {length} elements along dimension {dim}, but its "
-            f"{count} shards have {listed(widths)}; ranks that store the same shard must agree, and the shards must add up",
+            f"{count} shards have {listed(widths)}. Ranks that store the same shard must have equal lengths, and the "
+            f"lengths of the shards must add up to {length}.",
             code="C082",
         )
     return sum(known[:index])

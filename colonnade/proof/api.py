@@ -155,8 +155,9 @@ def gather_evidence(
     for rank, own in enumerate(lengths):
         if not own or any(length != engine.accumulation for length in own):
             raise ParityError(
-                f"batches needs at least one step, and for each step a list of {engine.accumulation} batches of this rank "
-                f"(gradient_accumulation); on rank {rank} it has lists of {own}",
+                f"batches must contain a list for each step, and each list must contain {engine.accumulation} "
+                f"batches of this rank, because gradient_accumulation is {engine.accumulation}. At least one step is "
+                f"required. On rank {rank} the lists have the lengths {own}.",
                 code="C100",
             )
     # A step is collective, so ranks that were given more steps than others leave these out.
@@ -165,7 +166,8 @@ def gather_evidence(
     if any(len(own) > fewest for own in lengths):
         by_rank = ", ".join(f"rank {rank} {len(own)}" for rank, own in enumerate(lengths))
         notes.append(
-            f"warning: the ranks were given batches for unequal numbers of steps: {by_rank}. The first {fewest} were compared"
+            f"warning: the ranks were given batches for different numbers of steps: {by_rank}. Only the first "
+            f"{fewest} were compared"
         )
 
     # The single process starts without optimizer state, so the run has to do so as well.
@@ -173,9 +175,9 @@ def gather_evidence(
     has_stepped = engine._total_passes > 0 and any(isinstance(value, Tensor) for value in state)
     if any(gather_from_all(has_stepped, engine.context)):
         raise ParityError(
-            f"the {type(engine.optimizer).__name__} of this engine has stepped already, and its state (momentum, moments) would make "
-            f"the run differ from the single process, which starts without state. Verify before the first step, or build a new "
-            f"engine from the same weights",
+            f"the {type(engine.optimizer).__name__} of this engine has already stepped, so it has state (momentum, "
+            "moments). The single process starts without state, so the results would differ. Call verify before the "
+            "first step, or build a new engine from the same weights.",
             code="C100",
         )
     # A module may stay in evaluation mode while the model trains (frozen statistics). The single process has to do the same.
@@ -387,7 +389,7 @@ def _true_run(
             spreads = spreads_of([short(step) for step in truth], map(run, noises))
     for module, reason in dropping.found.not_joined.items():
         raise ParityError(
-            f"a single process cannot drop the same elements as the ranks in {module}: {reason}; pass dropout=False"
+            f"a single process cannot drop the same elements as the ranks in {module}: {reason}. Pass dropout=False."
         )
     notes = []
     clip = ClipSettings.read(engine.context.config.get("clip_grad_norm"))
@@ -432,12 +434,14 @@ def _one_process(
         built = built.whole if isinstance(built, Split) else built
         if not isinstance(built, nn.Module):
             raise ParityError(
-                f"reference() must return the unsharded model, a torch.nn.Module, and it returned a {type(built).__name__}",
+                f"reference() returned a {type(built).__name__}; return the unsharded model, a torch.nn.Module",
                 code="C100",
             )
         model = built.to(engine.context.device)
     elif engine.uses_pipeline or any(is_dtensor(parameter) for parameter in engine.model.parameters()):
-        raise ParityError("no rank has the full model: pass reference=, a function that builds it", code="C100")
+        raise ParityError(
+            "no rank has the full model. Pass reference=, a function that builds the full model.", code="C100"
+        )
     else:
         model = copy.deepcopy(engine.model)
     names = canonical_names(model)

@@ -279,8 +279,10 @@ def warn_of_parameters_without_optimizer(records: Sequence[Record], names: Names
         return []
     more = f" and {len(left) - 5} more" if len(left) > 5 else ""
     return [
-        f"warning: no parameter group of the optimizer has {listed(left[:5])}{more}: gradients are compared, but no step "
-        f"uses them. If that is intended, freeze these parameters with requires_grad_(False)"
+        (
+            f"warning: {listed(left[:5])}{more} are in no parameter group of the optimizer. Their gradients are "
+            "compared, but no step uses them. If this is intended, freeze these parameters with requires_grad_(False)"
+        )
     ]
 
 
@@ -296,9 +298,12 @@ def warn_of_equal_stages(records: Sequence[Record]) -> list[str]:
         return []
     shown = sorted(first)
     return [
-        f"warning: all {len(stages)} pipeline stages have the parameters {listed(shown[:3])}{', ...' if len(shown) > 3 else ''}: "
-        f"if each stage is the full model, a step runs {len(stages)} models one after another. Split the model before "
-        f"initialize(): model = colonnade.split(model, num_stages={len(stages)})"
+        (
+            f"warning: all {len(stages)} pipeline stages have the parameters "
+            f"{listed(shown[:3])}{', ...' if len(shown) > 3 else ''}. If each stage is the full model, a step runs "
+            f"{len(stages)} models one after another. Split the model before initialize(): model = "
+            f"colonnade.split(model, num_stages={len(stages)})"
+        )
     ]
 
 
@@ -929,6 +934,7 @@ WEIGHTS_AT_START, STATE_AT_START = "weights at start", "optimizer state at start
 LOSS, ACTIVATION, RECOMPUTED = "loss", "activation", "recomputed activation"
 GRADIENT, NORM, NORMS, CLIPPED = "gradient", "norm", "norm of a part", "clipped gradient"
 _REPLICAS_DIFFER = "replicas differ: ranks"
+_IN_BOTH = "in a single process too"
 UNCERTAIN = "uncertain"
 """The status of a value that changes between runs of the single process, so that it cannot be compared."""
 WEIGHTS, BUFFER, RANDOM, MODE = "weights", "buffer", "random numbers", "evaluation mode"
@@ -959,7 +965,7 @@ def compare(evidence: Evidence) -> list[Row]:
 
         # The output of a module may be a partial sum that its caller reduces. That is no mistake if the output of the caller
         # is right, or the loss.
-        loss = _loss(at, step, tolerance)
+        loss = _loss(at, step, tolerance, max(abs(step.loss) for step in evidence.steps))
         loss_is_right = loss.ok and any(loss is not None for loss in step.found_loss)
         right = {row.name for row in outputs if row.ok}
         for row in outputs:
@@ -994,6 +1000,15 @@ def compare(evidence: Evidence) -> list[Row]:
             shown = " and ".join(f"{value:g} on {_these(ranks)}" for value, ranks in by_value.items())
             rows.append(Row(OPTION, name, at, "differs", inf, 0.0, min(by_value.values(), key=len), shown))
         rows += _tensors(BUFFER, at, step.buffers, tolerance)
+
+        # A script may skip a step whose values are not finite. If the weights then agree, it did so in both runs.
+        if all(row.ok for row in weights) and weights:
+            rows = [
+                replace(row, status="equal", error=0.0, ranks=(), detail="not finite in both runs, which skip it")
+                if row.step == at and row.status == "not finite" and row.detail == _IN_BOTH
+                else row
+                for row in rows
+            ]
 
     # Differences after a module that drew other numbers than on the ranks may come from these numbers, also if they lead to the
     # same decision in all runs of the single process. In the loop, a draw has an effect only if the perturbed runs differ, unless
@@ -1033,14 +1048,16 @@ def why_uncertain(evidence: Evidence, rows: Sequence[Row]) -> str:
     named = [f"{name if name == LOOP else f'module {name}' if name else 'the model'}: {why}" for name, why in reasons]
     if named:
         return (
-            f"{shown}{more} may differ because of random numbers that a single process cannot repeat, so an error, a factor of 2 for "
-            f"example, could hide in them. These numbers are drawn in {'; in '.join(named[:3])}. Turn them off for the comparison, "
-            f"or draw them with torch, one for each row of the batch."
+            f"{shown}{more} may differ because of random numbers that a single process cannot repeat. The "
+            "comparison could miss an error there, for example a factor of 2. These numbers are drawn in "
+            f"{'; in '.join(named[:3])}. Turn them off for the comparison, or draw them with torch, one for each "
+            "row of the batch."
         )
     return (
-        f"{shown}{more} differ between runs of the single process by a visible share of their value, so an error, a factor of 2 "
-        f"for example, could hide in them. No random numbers were seen that could not be repeated: look for a generator outside "
-        f"of torch (numpy.random.default_rng, for example) and for decisions that change with rounding (a top-k, a sort)."
+        f"{shown}{more} differ between runs of the single process by a large part of their value. The comparison "
+        "could miss an error there, for example a factor of 2. All random numbers that were seen could be "
+        "repeated. Look for a generator outside of torch (numpy.random.default_rng, for example). Also look for "
+        "decisions that change with rounding (a top-k, a sort)."
     )
 
 
@@ -1075,7 +1092,7 @@ def compare_tensor(compared: Compared, allowed: float, quantity: str, name: str,
     # NaN comes first, because distances mean nothing then, and missing elements before the error of those that are there.
     status, detail = "equal" if error <= 1 else "differs", ""
     if not isfinite(length(compared.truth)):
-        status, detail, error = "not finite", "in a single process too", inf
+        status, detail, error = "not finite", _IN_BOTH, inf
     elif any(not _is_finite(part) for part in compared.found):
         wrong = tuple(part.rank for part in compared.found if not _is_finite(part))
         status, error = "not finite", inf
@@ -1194,7 +1211,7 @@ def _recomputed(at: int, step: StepEvidence, tolerance: Tolerance) -> Iterator[R
         yield Row(RECOMPUTED, name, at, status, max(errors.values(), default=0.0), allowed, wrong)
 
 
-def _loss(at: int, step: StepEvidence, tolerance: Tolerance) -> Row:
+def _loss(at: int, step: StepEvidence, tolerance: Tolerance, largest: float) -> Row:
     """The row of the loss: equal if every rank has the loss of the global batch, or if the mean of the ranks' losses
     equals it.
     """
@@ -1202,7 +1219,7 @@ def _loss(at: int, step: StepEvidence, tolerance: Tolerance) -> Row:
     found = {rank: value for rank, value in enumerate(step.found_loss) if value is not None}
     mean = sum(found.values()) / len(found) if found else step.loss
     row = _number(LOSS, "loss", at, step.loss, found, allowed)
-    if found and tolerance.hides_errors(step.loss_spread, abs(step.loss), abs(step.loss)):
+    if found and tolerance.hides_errors(step.loss_spread, abs(step.loss), largest):
         return replace(row, status=UNCERTAIN)
     if row.status == "differs" and in_units(abs(mean - step.loss), allowed) <= 1:
         return Row(LOSS, "loss", at, "equal", in_units(abs(mean - step.loss), allowed), allowed, (), "as a mean")
@@ -1245,7 +1262,7 @@ def _by_rank(values: Sequence[float | None]) -> dict[int, float]:
 
 def _number(quantity: str, name: str, at: int, truth: float, found: Mapping[int, float], allowed: float) -> Row:
     if not isfinite(truth):
-        return Row(quantity, name, at, "not finite", inf, allowed, (), "in a single process too")
+        return Row(quantity, name, at, "not finite", inf, allowed, (), _IN_BOTH)
     broken = tuple(rank for rank, value in found.items() if not isfinite(value))
     if broken:
         return Row(quantity, name, at, "not finite", inf, allowed, broken)

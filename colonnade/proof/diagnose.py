@@ -51,6 +51,7 @@ from colonnade.proof.compare import (
     compare_tensor,
     differing_elements,
     distance,
+    length,
     notes_of_rows,
     short_ranks,
     typical_spread,
@@ -443,6 +444,8 @@ class _Diagnosis:
         rows = self.num_rows(LOSS)
         if not rows or any(finding.cause != "unknown" for finding in backward):
             return []
+        if changed := self._changed_unseen(rows[0]):
+            return changed
         found = [value for value in self.step.found_loss if value is not None]
         how, factor = rows[0].detail, None
         if found and self.step.loss and all(isclose(value, found[0], rel_tol=1e-9) for value in found):
@@ -467,6 +470,26 @@ class _Diagnosis:
             )
         sentence = f"the loss is {how}, while {seen}; look at {where}.{self._unlike_tokens()}"
         return [Finding("loss-differs", (), self.at, sentence, factor)]
+
+    def _changed_unseen(self, row: Row) -> list[Finding]:
+        """A loss that was right in the previous steps, whose code cannot be wrong: something that it uses and that is not compared changed."""
+        if not self.at or not self.step.gradients:
+            return []
+        # Ranks whose local gradient is not that of their batch. It is only known if each rank has a batch of its own.
+        wrong: set[int] = set()
+        for gradient in self.step.gradients.values():
+            if len(gradient.raw) == 1 and len(gradient.truth_of_data_ranks) == self.evidence.world_size:
+                for part in gradient.raw[0]:
+                    truth = gradient.truth_of_data_ranks[part.rank]
+                    if distance(part, truth) > 1e-6 * length(truth):
+                        wrong.add(part.rank)
+        on = f" on {self._ranks(sorted(wrong))}" if wrong and len(wrong) < self.evidence.world_size else ""
+        sentence = (
+            f"the loss is {row.detail}, although it was right in the previous step and the weights and buffers agree at the start of "
+            f"this one: something that it uses and that is not compared changed between the steps{on}; look at copies of the model "
+            f"(teachers, averages), queues of samples, and counters that weigh the loss."
+        )
+        return [Finding("changed-between-steps", (), self.at, sentence)]
 
     # --- Gradients ---
 

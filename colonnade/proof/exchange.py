@@ -110,8 +110,9 @@ class _Writer:
         if isinstance(value, (str, numbers.Integral)):  # a subclass: an enumeration, a number of numpy
             return str(value) if isinstance(value, str) else int(value)
         raise ParityError(
-            f"{what} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be sent to another rank: values are sent as JSON "
-            f"and tensors, never as pickles. Use tensors, numbers, strings, and tuples, lists, dicts and dataclasses of them",
+            f"{what} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be sent to another rank. "
+            "Values are sent as JSON and tensors, never as pickles. Use tensors, numbers, strings, and tuples, "
+            "lists, dicts and dataclasses of these types.",
             code="C116",
         )
 
@@ -158,9 +159,8 @@ def _loaded(module: str, name: str, fits: Callable[[type], bool]) -> Any:
         found = getattr(found, part, None)
     if not (isinstance(found, type) and fits(found)):
         raise ParityError(
-            f"another rank sent a {module}.{name}, which is not a dataclass or named tuple on this rank. Define the "
-            f"class at the top of a "
-            f"module that all ranks import",
+            f"another rank sent a {module}.{name}, but this rank has no dataclass or named tuple of this name. "
+            "Define the class at the top level of a module that all ranks import.",
             code="C116",
         )
     return found
@@ -170,9 +170,8 @@ def _dtype(name: str) -> torch.dtype:
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         raise ParityError(
-            f"another rank sent a tensor of dtype {name!r}, which torch does not have on this rank. Use the same "
-            f"version of "
-            f"torch on all ranks",
+            f"another rank sent a tensor of dtype {name!r}, but torch on this rank does not have this dtype. Use the "
+            "same version of torch on all ranks.",
             code="C116",
         )
     return found

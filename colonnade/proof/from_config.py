@@ -102,8 +102,8 @@ def _criterion(given: Given, model: Any, context: ParallelContext) -> Any:
         return None
     if arrange(context).is_split("outer"):
         raise ConfigError(
-            "the output is sharded over the tensor ranks, and there is no criterion that can compute a loss from shards: pass "
-            "--criterion MODULE:FUNCTION, a function of the output (and of the label, if batches have one)"
+            "the output is sharded over the tensor ranks, and no criterion can compute a loss from shards. Pass "
+            "--criterion MODULE:FUNCTION. The function takes the output, and also the label if batches have one."
         )
     return _mean_of_squares
 
@@ -112,7 +112,8 @@ def _mean_of_squares(*outputs: Any) -> Tensor:
     value = first_tensor(outputs)
     if value is None:
         raise ConfigError(
-            "the output of the model has no floating point tensor for a loss: pass --criterion MODULE:FUNCTION"
+            "the output of the model has no floating point tensor from which to compute a loss. Pass --criterion "
+            "MODULE:FUNCTION."
         )
     return value.square().mean()
 

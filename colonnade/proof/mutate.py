@@ -107,7 +107,7 @@ def mutate_script(
     """
     chosen = known(names)
     if tests is not None and (status := _run_tests(tests, {})) != 0:
-        raise ScriptError(f"{tests} fails without an injected bug (exit status {status}): fix that first")
+        raise ScriptError(f"{tests} fails without an injected bug (exit status {status}). Correct that failure first.")
     with ExitStack() as stack:
         name = stack.enter_context(tempfile.TemporaryDirectory(prefix="colonnade-verify-"))
         script, healthy, reference = run_both(script, Path(name), processes)

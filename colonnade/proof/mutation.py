@@ -94,7 +94,7 @@ def after_sums(engine: Engine, change: Callable[[StepOutcome], None]) -> None:
 def multiply(engine: Engine, demand: Demand | None, factor: float) -> bool:
     """Multiply the final gradient of one parameter (`demand`), or of all parameters, by a factor, in each step.
 
-    Returns False if the factor is 1, so that nothing changes.
+    Returns False if nothing changes: the factor is 1, or all gradients are FSDP2's (DTensors).
     """
 
     def change(outcome: StepOutcome) -> None:
@@ -102,7 +102,7 @@ def multiply(engine: Engine, demand: Demand | None, factor: float) -> bool:
             gradient.mul_(factor)
 
     after_sums(engine, change)
-    return factor != 1.0
+    return factor != 1.0 and (demand is not None or bool(trained(engine)))
 
 
 class OwnGradients:

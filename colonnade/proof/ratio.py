@@ -42,7 +42,10 @@ def meanings(config: Config, world_size: int, ratio: float, of: Of = "gradient")
         ConfigError: `ratio` is not a positive finite number.
     """
     if not isfinite(ratio) or ratio <= 0:
-        raise ConfigError(f"--ratio {ratio:g}: give found / expected, a number above 0, such as 4 or 0.25")
+        raise ConfigError(
+            f"--ratio is {ratio:g}; give the found value divided by the expected value, a number above 0, such as 4 "
+            "or 0.25"
+        )
     return fitting(*factors(config, world_size, of), ratio)
 
 

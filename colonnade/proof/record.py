@@ -430,6 +430,8 @@ class StepRecorder:
         # place among the elements of the parameter.
         if grad is None or getattr(grad, "placements", placements) != placements:
             return
+        while torch._C._functorch.is_functorch_wrapped_tensor(grad):  # of a transform that has ended
+            grad = torch._C._functorch.get_unwrapped(grad)
         grad = local_part(grad)
         # Usually the last recorded loss is that of this backward pass. A pipeline runs several forward passes before the first
         # backward pass, so there the calls of the hook are counted.
@@ -452,6 +454,8 @@ class StepRecorder:
             return
         if not self._begun:
             self._begin_step()
+        if _in_transform():
+            return
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if tensors and tensors[0].dim() and not step.rows:
             self._counted = module
@@ -466,7 +470,7 @@ class StepRecorder:
 
     def _on_output(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Module hook: record the output of the first call in the first step, and the output of its recomputation."""
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or _in_transform():
             return
         is_recomputed = torch._C._current_graph_task_id() != -1  # inside a backward pass
 
@@ -504,6 +508,11 @@ class StepRecorder:
             if grad is not None:
                 grad = local_part(grad, entry.tensor)
                 yield entry, Piece(grad.to_dense() if grad.is_sparse else grad, entry.positions)
+
+
+def _in_transform() -> bool:
+    """Whether a transform of torch.func (grad, vmap, jvp) runs, whose tensors have no storage that could be recorded."""
+    return torch._C._functorch.maybe_current_level() is not None
 
 
 def is_sketchable(shape: Sequence[int], value: Tensor, positions: Tensor | None) -> bool:
@@ -617,7 +626,12 @@ class CopiesOfTensors:
 
 
 def copied(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True)
+    return as_real(tensor.detach()).to("cpu", copy=True)
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """Return a complex tensor as a real one with a last dimension of 2, and others unchanged."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def recorded(tensor: Tensor, copy: bool = True) -> Tensor:
@@ -634,7 +648,7 @@ def recorded(tensor: Tensor, copy: bool = True) -> Tensor:
         free, total = torch.cuda.mem_get_info(tensor.device)
         if free - tensor.numel() * tensor.element_size() > total // 4:
             device = tensor.device
-    return tensor.detach().to(device, copy=copy)
+    return as_real(tensor.detach()).to(device, copy=copy)
 
 
 def coarser(a: torch.dtype | None, b: torch.dtype) -> torch.dtype:

@@ -203,7 +203,7 @@ def data_rank_batches(values: Sequence[Any], runs: Sequence[RunInfo]) -> list[An
             table = {key: found[0] if all_same(found) else _cat(found, axis.dim) for key, found in rows.items()}
             if any(value is None for value in table.values()):
                 raise ValueError(
-                    f"the batches of the ranks of the axis {axis.name!r} cannot be joined along dimension {axis.dim}"
+                    f"the batches of the ranks on the axis {axis.name!r} cannot be joined along dimension {axis.dim}"
                 )
     return [table[key] for key in sorted(table)]
 
@@ -526,6 +526,8 @@ def load(
             if rename(name) in start:
                 given = start[rename(name)]
                 value = moved_by_an_ulp(given.tensor() if isinstance(given, Stored) else given, noise, ulp)
+                if tensor.is_complex() and not value.is_complex():
+                    value = torch.view_as_complex(value.contiguous())
                 if in_place:
                     local_part(tensor).copy_(value)
                 else:
@@ -554,15 +556,15 @@ def check_names(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None
         ]
         hint = did_you_mean(extra[0], own) if extra else ""
         raise ParityError(
-            f"the reference is not the full model of this run: {', and '.join(reasons)}.{hint} Pass reference=, a function that "
-            f"builds the unsharded model with the parameter names of the parallel one",
+            f"the reference is not the full model of this run: {', and '.join(reasons)}.{hint} Pass reference=, a "
+            "function that builds the unsharded model. Its parameters must have the names of the parallel model.",
             code="C100",
         )
     for name, shape in own.items():
         if shape != shapes[name]:
             raise ParityError(
-                f"the reference has {name} of shape {shape}, and on the ranks its full shape is {shapes[name]}. Build the "
-                f"reference with the sizes of the full model",
+                f"the reference has {name} of shape {shape}, but the full shape on the ranks is {shapes[name]}. "
+                "Build the reference with the sizes of the full model.",
                 code="C100",
             )
 

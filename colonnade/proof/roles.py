@@ -126,14 +126,15 @@ def built(build: BuildModel, context: ParallelContext) -> Any:
         raise
     except (RuntimeError, ValueError, NotImplementedError) as error:
         raise ConfigError(
-            f"the model could not be built on the meta device, as rank {context.get_global_rank()} of {context.world_size} "
-            f"without process groups ({type(error).__name__}: {error}). The model's function may build and shard layers, but "
-            f"it must not communicate or load files into parameters"
+            f"the model could not be built on the meta device for rank {context.get_global_rank()} of "
+            f"{context.world_size}, without process groups ({type(error).__name__}: {error}). The function that "
+            "builds the model may build and shard layers. It must not communicate, and it must not load files into "
+            "parameters."
         ) from error
     if not isinstance(model, (nn.Module, Split)):
         raise ConfigError(
-            f"the model's function returned a {type(model).__name__}; it must return a torch.nn.Module or the result of "
-            f"colonnade.split"
+            f"the function that builds the model returned a {type(model).__name__}; return a torch.nn.Module or the "
+            "result of colonnade.split"
         )
     return model
 

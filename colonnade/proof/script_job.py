@@ -41,10 +41,19 @@ from colonnade.engine.engine import Engine
 from colonnade.errors import ParityError
 from colonnade.parallel.placement import local_part
 from colonnade.parallel.split import Split
+from colonnade.proof.local_shards import LOCAL, LocalTensors
 from colonnade.proof.mutation import plant
 from colonnade.proof.processes import NEEDS_NEW_PYTHON, is_forked
 from colonnade.proof.random_numbers import RandomNumbers, RecordedDraws, ReplayedDraws, notes_of
-from colonnade.proof.record import EngineRecorder, Tracked, is_sketchable, name_in_full_model, on_cpu, options_of
+from colonnade.proof.record import (
+    EngineRecorder,
+    Tracked,
+    as_real,
+    is_sketchable,
+    name_in_full_model,
+    on_cpu,
+    options_of,
+)
 from colonnade.proof.reference import canonical_names, load, moved_by_an_ulp
 from colonnade.proof.sketch import Block, Blocks, Stored, store
 from colonnade.proof.start_weights import own_start
@@ -219,9 +228,8 @@ class ScriptRecorder:
                 differs = f"{key} is {on_ranks} on the ranks and {here} in a single process, because it depends on the number of ranks"
                 if key == "gradient_accumulation":
                     raise ParityError(
-                        f"{differs}. The single process is given the global batch of each pass, so it must take the "
-                        f"same number of passes in a step: set {key} to a fixed value for the comparison, {on_ranks} "
-                        f"in this case",
+                        f"{differs}. The single process gets the global batch of each pass, so it must take the same "
+                        f"number of passes in a step. Set {key} to a fixed value for the comparison, here {on_ranks}.",
                         code="C100",
                     )
                 self.notes.append(f"{differs}: each used its own value")
@@ -308,8 +316,8 @@ class ScriptRecorder:
         if self.part.is_single and isinstance(model, Split):
             if model.whole is None:
                 raise ParityError(
-                    "the model was passed as custom stages, so the unsplit model is unknown: pass the full model to "
-                    "colonnade.split, or call colonnade.verify(engine, reference=...) in the script",
+                    "the model was passed as custom stages, so the unsplit model is unknown. Pass the full model to "
+                    "colonnade.split, or call colonnade.verify(engine, reference=...) in the script.",
                     code="C100",
                 )
             model = model.whole
@@ -429,6 +437,7 @@ class ScriptRecorder:
         if self.part.is_single:
             start = torch.load(self.folder / START, weights_only=False)
             start = {name: x.tensor() if isinstance(x, Stored) else x for name, x in start.items()}
+            start = self._with_local_shards(start)
             if self.part.noise is None and self.part.data_rank is None and self._model is not None:
                 self.recorder.record.run.own_start = own_start(self._model, start, self._rename)
             self._load(start)
@@ -445,6 +454,26 @@ class ScriptRecorder:
                     for entry in self.recorder.tracked
                     if entry.name in self.recorder.recorder.sketched
                 }
+
+    def _with_local_shards(self, start: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Join the blocks of parameters that have another shape in this process."""
+        local: LocalTensors = torch.load(self.folder / LOCAL, weights_only=False)
+        for name, parameter in self._model.named_parameters() if self._model is not None else ():
+            value = start.get(self._rename(name))
+            own = as_real(local_part(parameter.detach()))
+            if value is None or value.shape == own.shape:
+                continue
+            joined = local.joined(self._rename(name), value, own)
+            if joined is None:
+                raise ParityError(
+                    f"the parameter {self._rename(name)} has the shape {tuple(value.shape)} on the ranks and {tuple(own.shape)} in a "
+                    f"single process, and it is unknown which elements each rank has: joined in the order of the ranks, its "
+                    f"initial values are not those of the single process. Make it a DTensor, place it, or draw the full weight from one "
+                    f"seed on every rank before it is sharded",
+                    code="C100",
+                )
+            start[self._rename(name)] = joined
+        return start
 
     def note_or_replace(self, key: str, value: Any, most: int | None = None) -> Any:
         """On the ranks, record a value and return it; in a single process, return the joined value of all ranks.
@@ -482,9 +511,9 @@ class ScriptRecorder:
             taken.append(done)
         if at >= len(found) and most is None:
             raise ParityError(
-                f"the script takes more batches in {self.part.steps} steps in a single process ({len(noted)}) than on each rank "
-                f"({len(found)}), at {key}. Does the number of passes in a step depend on the number of ranks (WORLD_SIZE)? "
-                f"Set it to a fixed value for the comparison",
+                f"the script takes {len(noted)} batches in {self.part.steps} steps in a single process, but only "
+                f"{len(found)} on each rank, at {key}. The number of passes in a step may depend on the number of "
+                "ranks (WORLD_SIZE). Set it to a fixed value for the comparison.",
                 code="C100",
             )
 

@@ -37,6 +37,7 @@ from colonnade.proof.compare import (
     needed_as_a_whole,
 )
 from colonnade.proof.diagnose import diagnose
+from colonnade.proof.local_shards import LOCAL, LocalTensors, with_local_shards
 from colonnade.proof.processes import NEEDS_NEW_PYTHON, Command, Processes, Running, stop, wait_for_all
 from colonnade.proof.record import Options, Piece, Record, common_sketches
 from colonnade.proof.reference import (
@@ -159,6 +160,7 @@ class SingleProcessScript:
                     full[name] = joined[name] = Stored(str(path), stored.dtype, record.tensors[name].shape)
                 block.of(joined[name].tensor(shared=True)).copy_(stored.tensor())
         torch.save(full, folder / START)
+        torch.save(LocalTensors.of(records), folder / LOCAL)
         torch.save(drawn_by(records, script.off), folder / DRAWS)
         options, dtype = options_of_ranks(records), getattr(torch, records[0].run.dtype)
         blocks = [entry for record in records for entry in record.run.sketched.items()]
@@ -176,6 +178,8 @@ class SingleProcessScript:
         ]
         what = f"the reference and {count} run{'s' * (count > 1)} with weights moved by one ulp"
         self._truth, *self._moved = _in_single_processes(script, folder, parts, what, processes)
+        self._shapes = {name: note.shape for name, note in self._truth.tensors.items()}
+        self._records = with_local_shards(records, self._shapes)
         self.not_joined: Mapping[str, str] = self._truth.run.replays.not_joined
 
     def judge(self, records: Sequence[Record]) -> Report:
@@ -184,6 +188,7 @@ class SingleProcessScript:
         The ranks must have had the weights and batches that this reference was made for.
         """
         names = self._truth.run.names
+        records = with_local_shards(records, self._shapes)
         _check_same_model(full_shapes(records, names), full_shapes([self._truth], names))
         steps = [truth_of_step(self._truth, at) for at in range(len(self._truth.steps))]
         truth = TrueRun(
@@ -328,8 +333,8 @@ def _check_same_model(ranks: dict[str, tuple[int, ...]], single: dict[str, tuple
         shapes = f"{ranks.get(name, 'missing')} on the ranks and {single.get(name, 'missing')} in a single process"
         raise ScriptError(
             f"the script builds a different model in a single process: {len(different)} parameter{'s' * many} "
-            f"{'differ' if many else 'differs'}, for example {name}, which is {shapes}. With every parallel size 1 the "
-            f"script must build the full model"
+            f"{'differ' if many else 'differs'}. For example, {name} is {shapes}. Build the full model in the script "
+            "when every parallel size is 1."
         )
 
 
@@ -420,8 +425,8 @@ def join_batches(records: Sequence[Record], path: Path, data_rank: int | None) -
             if batch is None:
                 shapes = [[tuple(x.shape) for x in tree_leaves(some) if isinstance(x, Tensor)] for some in batches]
                 raise ScriptError(
-                    f"the batches of the ranks cannot be concatenated along dimension 0: they have the shapes {shapes}. Give "
-                    f"all ranks batches whose shapes differ in dimension 0 only"
+                    f"the batches of the ranks have the shapes {shapes}, which cannot be concatenated along "
+                    "dimension 0. Give all ranks batches whose shapes differ only in dimension 0."
                 )
             joined.setdefault(key, []).append(batch)
             joined_in.setdefault(key, []).append(step)
@@ -549,9 +554,10 @@ def _in_single_processes(
             if status:
                 ranks = f"{script.nproc} rank{'s' * (script.nproc > 1)}"
                 raise ScriptError(
-                    f"{script} ran on {ranks}, but failed {how}, where every parallel size is 1 and each batch is the global "
-                    f"batch (exit status {status}). If the script uses batches outside of its engine, for example in its own loss, they "
-                    f"must come from a DataLoader or through colonnade.watch(engine, None, batches):\n{job.output()}"
+                    f"{script} ran on {ranks}, but failed {how}, where every parallel size is 1 and each batch is "
+                    f"the global batch (exit status {status}). If the script uses batches outside of its engine, for "
+                    "example in a custom loss, read them from a DataLoader or through colonnade.watch(engine, None, "
+                    f"batches). Output of the script:\n{job.output()}"
                 )
         return [_record(script, folder / part.result, how) for part in parts]
 
@@ -581,8 +587,9 @@ def _run(
         if codes is None:
             said = "\n".join(job.output() for job in some)
             raise ScriptError(
-                f"{script} did not finish step {script.steps} {how} within {script.timeout:g} seconds, and was stopped. If it is only "
-                f"slow, allow more time (--timeout). Its last output and its stack:\n{said}"
+                f"{script} did not finish step {script.steps} {how} within {script.timeout:g} seconds, and was "
+                "stopped. If the script is only slow, allow more time with --timeout. Its last output and its "
+                f"stack:\n{said}"
             )
         if NEEDS_NEW_PYTHON not in codes or not processes.forks:
             return some, codes
@@ -594,16 +601,20 @@ def _run(
 def _record(script: Script, file: Path, how: str) -> Record:
     """The record that a process wrote, if it took a step."""
     if not file.exists():
-        raise ScriptError(f"{script} ended {how} before it wrote what it had computed, for example by os._exit()")
+        raise ScriptError(f"{script} ended {how} before it wrote its results. Check for a call such as os._exit().")
     found = torch.load(file, weights_only=False)
     if isinstance(found, Record):
         return found
     why = (
-        "the script builds an engine or calls colonnade.watch, but it never calls engine.step(), or step() of the optimizer "
-        "that it passed to colonnade.watch"
+        (
+            "The script builds an engine or calls colonnade.watch, but it never calls engine.step(), or step() of "
+            "the optimizer that it passed to colonnade.watch"
+        )
         if found
-        else "it neither builds an engine with colonnade.initialize nor passes its model to "
-        "colonnade.watch(model, optimizer, batches). Ranks that the script starts itself are not seen: let this command start "
-        "them (--nproc)"
+        else (
+            "The script neither builds an engine with colonnade.initialize nor passes its model to "
+            "colonnade.watch(model, optimizer, batches). If the script starts its ranks itself, verify cannot see "
+            "them: let this command start the ranks (--nproc)"
+        )
     )
-    raise ScriptError(f"{script} ended {how} without a step, so there is nothing to compare: {why}", code="C100")
+    raise ScriptError(f"{script} ended {how} without a step, so there is nothing to compare. {why}", code="C100")

@@ -46,8 +46,8 @@ def import_named(name: str, folder: Path) -> Any:
         return importlib.import_module(path.stem)
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"{name!r} cannot be imported ({error}). Name a module in the folder of the config, in the current folder or "
-            f"installed, or the path of a .py file"
+            f"{name!r} cannot be imported ({error}). Give the path of a .py file, or a module that is installed, in "
+            "the current folder, or in the folder of the config."
         ) from None
 
 
@@ -55,12 +55,16 @@ def function_named(text: str, folder: Path, option: str) -> Callable[..., Any]:
     """Return the function (or class) that a command-line option names. Raises ConfigError if it cannot be found."""
     where, colon, name = text.rpartition(":")
     if not colon or not where or not name:
-        raise ConfigError(f"{option} {text!r}: write MODULE:FUNCTION, such as model:build or train.py:build")
+        raise ConfigError(
+            f"{option} {text!r} is not valid. Write MODULE:FUNCTION, such as model:build or train.py:build."
+        )
     module = import_named(where, folder)
     function = getattr(module, name, None)
     if not callable(function):
         known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise ConfigError(f"{option} {text!r}: {where} has no function {name!r}.{did_you_mean(name, known)}")
+        raise ConfigError(
+            f"{option} {text!r} is not valid, because {where} has no function {name!r}.{did_you_mean(name, known)}"
+        )
     return function
 
 

@@ -85,11 +85,15 @@ class PlainRecorder:
         if script.part.dtype == "fp64" and is_half:
             if isinstance(model, nn.parallel.DistributedDataParallel):
                 raise ParityError(
-                    "the model inside DistributedDataParallel is not in float64, and DDP has made its buckets already: build the "
-                    "model in the default dtype, or run colonnade verify --dtype own",
+                    "the model inside DistributedDataParallel is not in float64, and DDP has already built its "
+                    "gradient buckets. Build the model in the default dtype, or run colonnade verify --dtype own.",
                     code="C100",
                 )
             model.double()
+        # `Module.double` leaves complex tensors as they are.
+        for tensor in [*model.parameters(), *model.buffers()] if script.part.dtype == "fp64" else ():
+            if tensor.dtype is torch.complex64 and not is_dtensor(tensor):
+                tensor.data = tensor.data.to(torch.complex128)
         if script.part.dtype == "fp64" and leave_out_mixed_precision(model):
             script.notes.append(
                 "mixed precision of FSDP was left out: both runs are in fp64 (--dtype own keeps the dtype)"

@@ -154,7 +154,7 @@ def _gather(model: nn.Module, context: ParallelContext, read: Callable[[nn.Param
             other, expected = first.setdefault((name, places), (rank, digest))
             if digest != expected:
                 raise ParityError(
-                    f"{name}: ranks {other} and {rank} store the same shard with different values", code="C100"
+                    f"ranks {other} and {rank} store the same shard of {name}, but with different values", code="C100"
                 )
     return {name: content for record, content in full.gather_all() for name in record.names}
 

@@ -115,9 +115,9 @@ def run_world(
             assert run_world(4, add_up, 1).values == [4.0] * 4
     """
     if n < 1:
-        raise LaunchError(f"n={n} ranks cannot be run; give at least 1.", code="C101")
+        raise LaunchError(f"n is {n}; run_world needs at least 1 rank.", code="C101")
     if timeout <= 0:
-        raise LaunchError(f"timeout={timeout} is too short; give seconds > 0.", code="C101")
+        raise LaunchError(f"timeout is {timeout}; give a number of seconds > 0.", code="C101")
     check_keywords(fn, kwargs)
     if backend is not None and "nccl" in backend and not torch.cuda.device_count():
         raise LaunchError(f"backend={backend!r} needs a GPU, but torch finds none. Use backend='gloo'.", code="C024")
@@ -359,8 +359,8 @@ def context_for(fn: Callable[..., Any]) -> ForkContext | ForkServerContext:
     typed_in = fn.__module__ == "__main__" if source is None else not Path(source).exists()
     if typed_in and torch.cuda.is_initialized():
         raise LaunchError(
-            "this process has used CUDA and cannot be copied for the ranks: restart it, and use the GPU only inside the "
-            "function that the ranks run",
+            "this process has used CUDA, so it cannot be copied for the ranks. Restart the process, and use the GPU "
+            "only inside the function that the ranks run.",
             code="C101",
         )
     return multiprocessing.get_context("fork") if typed_in else start_server()
@@ -374,8 +374,9 @@ def check_keywords(fn: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
         if "init" in inspect.signature(fn).parameters:
             return
     raise LaunchError(
-        f"run_world has no keyword init (got init={kwargs['init']!r}); its name is backend now. Pass backend={kwargs['init']!r}, "
-        f"or add a parameter init to {getattr(fn, '__qualname__', fn)} if the value is for that function.",
+        f"run_world has no keyword init (got init={kwargs['init']!r}); its new name is backend. Pass "
+        f"backend={kwargs['init']!r}. If the value is for {getattr(fn, '__qualname__', fn)}, add a parameter init to "
+        "that function.",
         code="C115",
     )
 

@@ -73,13 +73,18 @@ def read_lengths(loader: Any, context: ParallelContext) -> Lengths:
     kind = type(loader).__name__
     if isinstance(loader, Tensor):
         shape = tuple(loader.shape)
-        problem = f"a tensor of shape {shape}, whose rows would each count as a batch; for one batch pass [batch]"
+        problem = (
+            f"a tensor of shape {shape}. Each row of the tensor would count as a batch. For one batch pass [batch]."
+        )
     elif isinstance(loader, Mapping):
-        problem = f"a {kind}; for one batch pass [batch]"
+        problem = f"a {kind}. For one batch pass [batch]."
     elif isinstance(loader, Dataset) and not hasattr(type(loader), "__iter__"):
-        problem = f"a {kind}, which yields single samples; colonnade.utils.get_dataloader(dataset, batch_size=...) makes batches"
+        problem = (
+            f"a {kind}, which yields single samples. Use colonnade.utils.get_dataloader(dataset, batch_size=...) to "
+            "make batches."
+        )
     elif isinstance(loader, str) or not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):
-        problem = f"a {kind}; colonnade.utils.get_dataloader makes a loader from a dataset"
+        problem = f"a {kind}. Use colonnade.utils.get_dataloader to make a loader from a dataset."
     length: int | None = None
     if problem is None:
         with suppress(TypeError, NotImplementedError, AttributeError):  # an iterable dataset has no length
@@ -88,11 +93,14 @@ def read_lengths(loader: Any, context: ParallelContext) -> Lengths:
     gathered = gather_from_all([problem, length], context)
     for rank, (wrong, _) in enumerate(gathered):
         if wrong:
-            raise ConfigError(f"rank {rank}: a data loader is an iterable of batches, not {wrong}", code="C090")
+            raise ConfigError(
+                f"rank {rank}: a data loader must be an iterable of batches, but it is {wrong}", code="C090"
+            )
     lengths = Lengths(tuple(of_rank for _, of_rank in gathered))
     if lengths.longest == 0:
         raise ConfigError(
-            "the data loader has no batches on any rank; with drop_last, a dataset smaller than one batch gives none",
+            "the data loader has no batches on any rank. With drop_last, a dataset that is smaller than one batch "
+            "gives no batches. Use a larger dataset, a smaller batch size, or drop_last=False.",
             code="C090",
         )
     if lengths.known:
@@ -153,8 +161,8 @@ def _check_groups(lengths: Lengths, context: ParallelContext, joins: Callable[[A
         first = found.setdefault(tuple((name, here[name]) for name in apart), rank)
         if lengths.of_rank[first] != length:
             raise ConfigError(
-                f"ranks {first} and {rank} {what}, but have {lengths.of_rank[first]} and {length} batches; give them "
-                f"loaders of equal length (colonnade.utils.get_dataloader does)",
+                f"ranks {first} and {rank} {what}, but have {lengths.of_rank[first]} and {length} batches. Give them "
+                "loaders of equal length. colonnade.utils.get_dataloader makes loaders of equal length.",
                 code="C090",
             )
 
@@ -258,8 +266,9 @@ class Feed:
             return place
         assert place.samples is not None
         get_dist_logger().warning(
-            f"{repeated} of the {place.samples} samples that this epoch has used are read again, because this loader can only "
-            f"start at a full batch. A loader of colonnade.utils.get_dataloader can start anywhere.",
+            f"{repeated} of the {place.samples} samples that this epoch has used are read again, because this loader "
+            "can start only at a full batch. Use colonnade.utils.get_dataloader for a loader that can start at any "
+            "sample.",
             ranks=[0],
         )
         return replace(place, samples=place.samples - repeated)

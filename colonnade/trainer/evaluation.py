@@ -170,8 +170,8 @@ def _batches_of(
     independent = not (moves_together(Lengths((None,)), trainer.context) or gathers)
     if gathers and lengths.known and not lengths.equal:
         raise ConfigError(
-            f"{lengths}, but at ZeRO stage 3 every forward pass needs all ranks; give all ranks the same number of batches "
-            f"(colonnade.utils.get_dataloader does)",
+            f"{lengths}, but at ZeRO stage 3 every forward pass needs all ranks. Give all ranks the same number of "
+            "batches. colonnade.utils.get_dataloader makes loaders of equal length.",
             code="C090",
         )
     iterator = iter(loader)
@@ -189,8 +189,9 @@ def _batches_of(
             have, have_not = exchange.sum([float(batch is not NO_BATCH), float(batch is NO_BATCH)])
             if have and have_not:
                 raise TrainerError(
-                    f"{int(have_not)} of {trainer.context.world_size} ranks have run out of batches before the others, but every "
-                    f"forward pass of this layout needs all ranks; give all ranks the same number of batches",
+                    f"{int(have_not)} of {trainer.context.world_size} ranks have run out of batches before the "
+                    "others, but in this layout every forward pass needs all ranks. Give all ranks the same number "
+                    "of batches.",
                     code="C090",
                 )
         if batch is NO_BATCH:
@@ -225,7 +226,10 @@ def _indices(loader: Iterable[Any]) -> Tensor | None:
     if not isinstance(loader, DataLoader) or loader.batch_sampler is None:
         return None
     if isinstance(loader.sampler, (RandomSampler, WeightedRandomSampler)):
-        raise ConfigError("predict returns outputs in dataset order; use a loader with shuffle=False", code="C090")
+        raise ConfigError(
+            "predict returns outputs in dataset order, so it needs a loader with shuffle=False. Set shuffle=False.",
+            code="C090",
+        )
     before = loader.sampler.state_dict() if is_stateful(loader.sampler) else None  # type: ignore[attr-defined]
     flat = [index for batch in loader.batch_sampler for index in batch]
     if before is not None:

@@ -118,7 +118,8 @@ class StatefulMetric(Metric):
         missing = [name for name in ("update", "compute", "reset") if not callable(getattr(metric, name, None))]
         if missing:
             raise ConfigError(
-                f"a metric needs the methods update, compute and reset; {type(metric).__name__} lacks {missing}",
+                f"a metric needs the methods update, compute and reset, but {type(metric).__name__} lacks {missing}. "
+                "Define the missing methods.",
                 code="C092",
             )
         self._metric, self._context = metric, context
@@ -126,7 +127,8 @@ class StatefulMetric(Metric):
         if self._states is None and not is_alone(context):
             raise ConfigError(
                 f"{type(metric).__name__} does not declare its state, so it cannot be reduced over several ranks. "
-                f"Pass the reduction (sum, max, min or cat) of each attribute: states={{'correct': 'sum', 'total': 'sum'}}.",
+                "Pass a reduction (sum, max, min or cat) for each attribute, such as states={'correct': 'sum', "
+                "'total': 'sum'}.",
                 code="C092",
             )
         self.higher_is_better = bool(getattr(metric, "higher_is_better", False))
@@ -199,8 +201,8 @@ def _declared(metric: Any) -> dict[str, str] | None:
     unknown = {name: how for name, how in found.items() if how not in _REDUCTIONS}
     if unknown:
         raise ConfigError(
-            f"the states {unknown} of {type(metric).__name__} are not reduced by sum, max, min or cat, so its value would "
-            f"differ from a single-process run; use another metric",
+            f"the states {unknown} of {type(metric).__name__} have a reduction other than sum, max, min or cat. The "
+            "value of the metric would differ from a single-process run. Use another metric.",
             code="C092",
         )
     return found
@@ -208,5 +210,7 @@ def _declared(metric: Any) -> dict[str, str] | None:
 
 def _number(value: Any) -> float:
     if isinstance(value, Tensor) and value.numel() != 1:
-        raise ConfigError(f"a metric must return one number, not a tensor of shape {tuple(value.shape)}", code="C092")
+        raise ConfigError(
+            f"a metric must return one number, but it returned a tensor of shape {tuple(value.shape)}", code="C092"
+        )
     return float(value)

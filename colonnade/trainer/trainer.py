@@ -117,7 +117,8 @@ class Trainer:
     ) -> None:
         if not isinstance(engine, Engine):
             raise ConfigError(
-                f"Trainer needs the engine, the first value that initialize() returns, not a {type(engine).__name__}",
+                f"Trainer needs the engine, but got a {type(engine).__name__}. Pass the first value that "
+                "initialize() returns.",
                 code="C092",
             )
         self.engine = engine
@@ -186,10 +187,10 @@ class Trainer:
             SystemExit: code 75 after a stop by a signal (`StopOnSignal`), after all cleanup.
         """
         if epochs is None and max_steps is None:
-            raise ConfigError("fit would never end; give epochs= or max_steps=", code="C092")
+            raise ConfigError("fit needs an end. Pass epochs= or max_steps=.", code="C092")
         for name, value in (("epochs", epochs), ("max_steps", max_steps), ("test_interval", test_interval)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ConfigError(f"{name} must be an int >= 1, not {value!r}", code="C092")
+                raise ConfigError(f"{name} is {value!r}; it must be an int >= 1", code="C092")
         self.max_epochs, self.max_steps = epochs, max_steps
         self.returns_output = return_output_label
         self._attach([*(hooks or ()), *([ProgressHook()] if display_progress else [])])
@@ -445,7 +446,8 @@ class Trainer:
         self.epoch_done = ended
         if ended and self._place.batches == 0:
             raise ConfigError(
-                f"epoch {self.cur_epoch} has no batches on any rank; check the data loader and its sampler", code="C090"
+                f"epoch {self.cur_epoch} has no batches on any rank. Check the data loader and its sampler.",
+                code="C090",
             )
 
         # The metrics of the epoch include all its steps, so their records are completed first.
@@ -550,8 +552,9 @@ class Trainer:
         if have and have_not:
             if not has_batch:
                 error = TrainerError(
-                    f"this rank ran out of batches in epoch {self.cur_epoch} after step {self.cur_step}, but other ranks have "
-                    f"more, and every forward pass of this layout needs all ranks. Give all ranks the same number of batches.",
+                    f"this rank ran out of batches in epoch {self.cur_epoch} after step {self.cur_step}, but other "
+                    "ranks have more. In this layout every forward pass needs all ranks. Give all ranks the same "
+                    "number of batches.",
                     code="C090",
                 )
                 fit.hooks.hold(error)
@@ -618,9 +621,10 @@ class Trainer:
         if self.max_steps is not None and self.max_steps <= sizes.whole // self.engine.accumulation:
             return
         raise ScheduleError(
-            f"the last batch of an epoch will have {sizes.last} rows ({sizes.samples} samples on this rank in batches of "
-            f"{sizes.size}), too few for {pieces} micro-batches. Set drop_last=True on the data loader, use another batch size, "
-            f"or set num_microbatches to {sizes.last} or less.",
+            f"the last batch of an epoch will have {sizes.last} rows, too few for {pieces} micro-batches, "
+            f"because this rank has {sizes.samples} samples in batches of {sizes.size}. There are three remedies. 1. "
+            f"Set drop_last=True on the data loader. 2. Use another batch size. 3. Set num_microbatches to {sizes.last} "
+            "or less.",
             code="C052",
         )
 
@@ -638,8 +642,8 @@ class _ExtraOfRun:
         missing = [name for name in ("trainer", "hooks") if name not in extra]
         if missing:
             raise CheckpointError(
-                f"the checkpoint has no {listed(missing)}, because no SaveCheckpointHook saved it. Load it with a "
-                f"CheckpointManager before fit."
+                f"the checkpoint has no {listed(missing)}, because no SaveCheckpointHook saved it. Load the "
+                "checkpoint with a CheckpointManager before fit."
             )
         EpochPosition(**extra["trainer"]["data"])
         self._engine.load_extra_state(extra)

@@ -31,12 +31,12 @@ class DistinctDataSampler(Sampler[int]):
     ) -> None:
         self._length = len(dataset)
         if self._length == 0:
-            raise ConfigError("the dataset is empty; give at least one sample", code="C090")
+            raise ConfigError("the dataset is empty. Give at least one sample.", code="C090")
         self._rank, self._ranks = sample_place(layout, rank)
         if drop_last and self._length < self._ranks:
             raise ConfigError(
-                f"a dataset of {self._length} samples is too small for {self._ranks} ranks with drop_last=True; "
-                f"use drop_last=False, or more samples",
+                f"a dataset of {self._length} samples is too small for {self._ranks} ranks with drop_last=True. Use "
+                "drop_last=False, or more samples.",
                 code="C090",
             )
         self._shuffle, self._seed, self._drop_last = shuffle, seed, drop_last

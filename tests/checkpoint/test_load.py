@@ -70,7 +70,7 @@ def test_weights_and_optimizer_go_through_every_layout_with_the_same_bits(tmp_pa
             assert seen["wrong"] == []
             assert seen["info"] == (at + 1, at + 3, "re-derived")
             assert set(seen["options"]) <= {(0.1, 0.2, (0.8, 0.99)), (0.05, 0.0, (0.8, 0.99))}
-        assert "random streams of step" in result.stderr[0]
+        assert "random state of step" in result.stderr[0]
         assert len({seen["seed"] for seen in result.values}) == 1
 
 
@@ -317,7 +317,7 @@ def test_nothing_good_lists_every_reason(saved):
         ({"lr": None}, "has lr=None"),
         ({"weight_decay": {"a": 1}}, r"has weight_decay=\{'a': 1\}"),
         ({"nesterov": "yes"}, "has nesterov='yes'"),
-        ({"lr": {"$module": "os"}}, r"has \{.\$module.: .os.\}; expected one of the tags"),
+        ({"lr": {"$module": "os"}}, r"has the value \{.\$module.: .os.\} for .* one of the tags"),
         ({"lr": 3, "momentum": 0.5, "nesterov": None}, None),
     ],
     ids=str,
@@ -378,7 +378,7 @@ def test_a_checkpoint_of_another_model_lists_what_does_not_fit_and_changes_nothi
     [
         ({"step": 7}, "no checkpoint of step 7; it has steps 1, 2"),
         ({"extra": {"nmae": None}}, "no extra 'nmae'; it has name, epoch. Did you mean 'name'"),
-        ({"optimizer": "adam"}, "options betas, eps, .* which the saved optimizer did not have"),
+        ({"optimizer": "adam"}, "options betas, eps, .* but the saved optimizer did not have"),
         ({"optimizer": "stranger"}, r"parameter of shape \(9,\) that is not in the model"),
     ],
 )
@@ -481,7 +481,7 @@ def test_the_plain_values_are_taken_together_or_nothing_is(saved):
 def test_an_optimizer_that_was_not_saved_cannot_be_loaded(saved):
     model = nn.Linear(3, 2)
     saved.save(3, model)
-    with pytest.raises(CheckpointError, match="saved without an optimizer"):
+    with pytest.raises(CheckpointError, match="contains no optimizer state"):
         saved.load(model, torch.optim.SGD(model.parameters(), lr=1.0))
     assert saved.load(model, torch.optim.SGD(model.parameters(), lr=1.0), step=2).extra == {"name": "a", "epoch": 2}
 
@@ -491,7 +491,9 @@ def test_groups_that_are_cut_otherwise_are_refused(tmp_path):
     optimizer = torch.optim.SGD([{"params": [model.weight], "lr": 1.0}, {"params": [model.bias], "lr": 2.0}])
     with CheckpointManager(tmp_path, ParallelContext()) as manager:
         manager.save(1, model, optimizer)
-        with pytest.raises(CheckpointError, match=r"joins parameters that had different options .* weight and bias"):
+        with pytest.raises(
+            CheckpointError, match=r"contains weight and bias, but these parameters had different options"
+        ):
             manager.load(model, torch.optim.SGD(model.parameters(), lr=1.0))
         swapped = torch.optim.SGD([{"params": [model.bias]}, {"params": [model.weight]}], lr=9.0)
         manager.load(model, swapped)

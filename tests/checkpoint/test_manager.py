@@ -59,7 +59,7 @@ def test_a_step_that_is_saved_again_replaces_the_first(manager, caplog):
         nn.init.constant_(model.weight, value)
         manager.save(1, model)
     assert names(manager) == ["step-00000001.r2"]
-    assert "is saved although" not in caplog.text
+    assert "was saved, but" not in caplog.text
     assert manager.steps() == [1]
     nn.init.zeros_(model.weight)
     assert manager.load(model).step == 1
@@ -70,8 +70,8 @@ def test_a_step_older_than_those_there_is_kept_and_said(manager, caplog):
     for step in (10, 20, 5):
         manager.save(step, nn.Linear(1, 1))
     assert manager.steps() == [5, 20]
-    assert "step 5 is saved although" in caplog.text
-    assert "later steps: 10, 20" in caplog.text
+    assert "step 5 was saved, but" in caplog.text
+    assert "later steps 10, 20" in caplog.text
 
 
 def test_latest_looks_past_what_is_broken(manager):
@@ -83,7 +83,7 @@ def test_latest_looks_past_what_is_broken(manager):
 
 @pytest.mark.parametrize("step", [-1, 1.5, "3", True, None])
 def test_a_step_is_a_whole_number(manager, step):
-    with pytest.raises(CheckpointError, match="pass a whole number from 0 on"):
+    with pytest.raises(CheckpointError, match="pass a whole number, 0 or larger"):
         manager.save(step, nn.Linear(1, 1))
 
 
@@ -109,7 +109,7 @@ def test_a_model_or_optimizer_that_cannot_be_saved_is_named(manager):
     with pytest.raises(CheckpointError, match="the optimizer's odd of weight is a list of tensors"):
         manager.save(1, model, optimizer)
     model.register_state_dict_post_hook(_drop_bias)
-    with pytest.raises(CheckpointError, match=r"does not hold the parameters bias"):
+    with pytest.raises(CheckpointError, match=r"does not contain the parameters bias"):
         manager.save(1, model)
 
 
@@ -125,12 +125,14 @@ def test_a_folder_that_cannot_be_written_to_is_said_at_once(tmp_path):
 
 
 def test_too_little_space_is_said_before_anything_is_written(manager, monkeypatch):
-    with pytest.raises(CheckpointError, match=r"1,000,000,000,000\.0 MB are needed, [\d,.]+ MB are free at"):
+    with pytest.raises(CheckpointError, match=r"1,000,000,000,000\.0 MB are needed, [\d,.]+ MB are free"):
         check_space(manager.folder, 10**18)
     manager.save(1, nn.Linear(1, 1))
     usage = shutil.disk_usage(manager.folder)._replace(free=40_000_000)
     monkeypatch.setattr(storage.shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(CheckpointError, match=r"no space for the checkpoint: 65\.\d MB are needed, 40\.0 MB are free"):
+    with pytest.raises(
+        CheckpointError, match=r"no space for the checkpoint in .*: 65\.\d MB are needed, 40\.0 MB are free"
+    ):
         manager.save(2, nn.Linear(4000, 4000))
     assert names(manager) == ["step-00000001"]
 
@@ -326,15 +328,15 @@ def meet_errors(folder: Path) -> list[str]:
 
 def test_every_rank_raises_when_one_does_and_can_go_on(tmp_path):
     expected = [
-        "ranks called save() with different steps (0, 1); call it with the same step on every rank",
+        "ranks called save() with the different steps 0, 1. Call save() with the same step on every rank",
         "ValueError: out of order",
         "extra['x'] is a builtins.set",
         "its 2 shards have 2, 3",
         "ranks do not agree on weight",
-        "two stages use one name for different tensors",
-        "only state of the same shape or of one element",
+        "Two stages use one name for different tensors",
+        "state must have the shape of the parameter or one element",
         "has no checkpoint",
-        "which rank 0 created; use a folder on a file system that all ranks share",
+        "which rank 0 created. Use a folder on a file system that all ranks share",
     ]
     for told in run_world(4, meet_errors, tmp_path).values:
         assert len(told) == len(expected)

@@ -125,7 +125,9 @@ def test_what_cannot_be_written_is_said(tmp_path, context):
     for config in (None, "a text"):
         model = Model()
         model.config = config
-        with pytest.raises(CheckpointError, match=r"^Model has no transformers config, so no config\.json"):
+        with pytest.raises(
+            CheckpointError, match=r"^Model has no transformers config, so save_pretrained cannot write config\.json"
+        ):
             save_pretrained(model, tmp_path / "out", context)
     assert [file.name for file in tmp_path.iterdir()] == ["file"]
     assert (tmp_path / "file").read_text() == "mine"
@@ -167,7 +169,9 @@ def test_every_rank_has_a_file_to_write_unless_they_are_small_or_very_large(tota
 def test_nonsense_is_no_size(size):
     with pytest.raises(CheckpointError) as error:
         _bytes_of(size)
-    assert str(error.value) == (f"max_shard_size={size!r}: pass a number of bytes, or text such as '5GB' or '512MiB'")
+    assert str(error.value) == (
+        f"max_shard_size is {size!r}; pass a number of bytes, or text such as '5GB' or '512MiB'"
+    )
 
 
 def test_which_name_a_tied_weight_has():

@@ -26,7 +26,10 @@ def test_an_odd_number_of_ranks_is_refused_before_any_starts(capsys: pytest.Capt
     with pytest.raises(SystemExit) as left:
         main(["demo", "--nproc", "3"])
     assert left.value.code == 2
-    assert "--nproc 3 is odd; the demo has two pipeline stages, so give 2 or 4 [C022]" in capsys.readouterr().err
+    assert (
+        "--nproc is 3, but the demo has two pipeline stages and needs an even number of ranks. Give 2 or 4. [C022]"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.long

@@ -52,7 +52,9 @@ def test_a_script_that_is_given_as_a_config_does_not_run(explain, tmp_path):
     done = explain(script)
     assert done.code == 2
     assert "it trains" not in done.out
-    assert "train.py calls launch(): it is a script, not a config. Run it with `colonnade run train.py`" in done.err
+    assert (
+        "train.py calls launch(), so it is a script and not a config. Run it with `colonnade run train.py`" in done.err
+    )
     assert "[C002]" in done.err
 
 
@@ -125,11 +127,11 @@ def test_what_initialize_would_refuse_is_exit_code_1(explain, tmp_path):
     [
         (["--world-size", "3"], "does not divide world_size=3"),
         (["--world-size", "0"], "a world has at least one rank, not 0"),
-        (["--model", "nothing"], "write MODULE:FUNCTION"),
+        (["--model", "nothing"], "Write MODULE:FUNCTION"),
         (["--model", "nowhere_at_all:build"], "'nowhere_at_all' cannot be imported"),
         (["--model", "own_net_to_explain:bild"], "has no function 'bild'. Did you mean 'build'?"),
         (["--model", "own_net_to_explain:build", "--param", "9.x"], "matches none of the 4 parameters"),
-        (["--ratio", "-1"], "give found / expected, a number above 0"),
+        (["--ratio", "-1"], "give the found value divided by the expected value, a number above 0"),
     ],
 )
 def test_what_cannot_be_explained_is_one_message_and_exit_code_2(explain, config, words, message):

@@ -64,7 +64,11 @@ def test_the_written_test_passes(tmp_path):
 @pytest.mark.parametrize(
     ("right", "wrong", "found"),
     [
-        ('Replicate(owes="sum")', "Replicate()", "gain: ranks 0 and 1 store the same shard with different values"),
+        (
+            'Replicate(owes="sum")',
+            "Replicate()",
+            "ranks 0 and 1 store the same shard of gain, but with different values",
+        ),
         pytest.param(
             "place(part, {RING_ROWS: Shard(0)}",
             "place(part, {RING_ROWS: Replicate()}",
@@ -104,7 +108,7 @@ def test_nothing_is_overwritten(tmp_path):
     [
         (
             "ring-rows",
-            "lower-case identifier that starts with a letter and is not a Python keyword, such as 'ring_rows'",
+            "lower-case Python identifier that starts with a letter, such as 'ring_rows'",
         ),
         ("RingRows", "such as 'ring_rows'"),
         ("class", "such as 'my_class'"),

@@ -35,7 +35,7 @@ def test_traces_are_joined(capsys, tmp_path):
     ("words", "told"),
     [
         (["nowhere"], "neither the folder of a run nor a log"),
-        (["x", "--trace", "--follow"], "give one of them"),
+        (["x", "--trace", "--follow"], "Give only one of the two"),
         (["x", "--trace"], "ProfilerHook"),
     ],
 )

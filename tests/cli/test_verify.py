@@ -53,11 +53,11 @@ def test_not_run_is_2_with_the_words_of_the_script(verify) -> None:
     ("how", "seconds", "said"),
     [
         ("hang", "5", "did not finish step 2 on 1 rank within 5 seconds"),
-        ("early", "300", "ended on 1 rank without a step, so there is nothing to compare: it neither builds"),
+        ("early", "300", "ended on 1 rank without a step, so there is nothing to compare. The script neither builds"),
         (
             "idle",
             "300",
-            "ended on 1 rank without a step, so there is nothing to compare: the script builds an engine or calls",
+            "ended on 1 rank without a step, so there is nothing to compare. The script builds an engine or calls",
         ),
     ],
 )
@@ -72,3 +72,16 @@ def test_a_script_that_leaves_early_is_compared_as_far_as_it_came(verify) -> Non
     done = verify("--nproc", "1", str(LOOP), "short")
     assert done.code == 0, done.err
     assert "1 of 2 steps were compared: the script took no more" in done.out
+
+
+def test_random_numbers_that_cannot_be_repeated_are_2_with_the_module(verify) -> None:
+    done = verify("--nproc", "2", str(LOOP.parent / "draws.py"), "depth_by_rank")
+    assert done.code == 2, done.err
+    assert done.out.startswith("cannot tell whether the run matches a single-process run")
+    assert "module 2: ranks with distinct data draw different numbers" in done.out
+
+
+def test_a_planted_mistake_that_does_not_exist_is_2(verify) -> None:
+    done = verify("--nproc", "2", "--json", "--mutate", "--mistakes", "clip-thrice", str(LOOP))
+    assert done.code == 2
+    assert "clip-thrice" in done.err

@@ -303,7 +303,8 @@ def test_a_rank_that_gets_no_answer_of_the_store_says_that(store, monkeypatch):
         time.sleep(0.05)
     watch.close()
     assert (
-        "But the store of the world, served by rank 0, does not answer: that rank is stopped or has exited" in said[0]
+        "But the store of the world, served by rank 0, does not answer. There are three possible causes: that rank is stopped or has exited"
+        in said[0]
     )
 
 

@@ -72,6 +72,7 @@ def test_the_same_rates_at_every_step(ours, theirs) -> None:
 def test_one_last_rate_for_groups_of_other_rates_is_refused() -> None:
     old_nn.CosineAnnealingLR(optimizer(0.1, 0.2), STEPS)
     with pytest.raises(
-        ConfigError, match=r"eta_min=0.1 needs parameter groups with equal initial learning rates, not \[0.1, 0.2\]"
+        ConfigError,
+        match=r"eta_min is 0\.1, but the parameter groups have the different initial learning rates \[0\.1, 0\.2\]",
     ):
         old_nn.CosineAnnealingLR(optimizer(0.1, 0.2), STEPS, eta_min=0.1)

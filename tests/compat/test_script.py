@@ -81,7 +81,7 @@ def _data_parallel(folder) -> list[int]:
     with pytest.raises(ConfigError, match="strict=False"):
         load_checkpoint(file, model, strict=False)
     (folder / f"weights{rank}.pt").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"is a file, but checkpoints are folders"):
+    with pytest.raises(CheckpointError, match=r"is a file, but save_checkpoint writes folders"):
         load_checkpoint(folder / f"weights{rank}.pt", model)
 
     _seeds()

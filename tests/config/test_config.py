@@ -206,7 +206,9 @@ def test_frozen_config_refuses_every_change_and_says_what_to_do(config: Config, 
     before = config.copy()
     change(config.copy())  # the change itself is a lawful one
     config.freeze()
-    with pytest.raises(ConfigError, match=r"frozen after launch.*before launch, or work on config.copy\(\)"):
+    with pytest.raises(
+        ConfigError, match=r"frozen after launch.*before launch, or change a copy made by config.copy\(\)"
+    ):
         change(config)
     assert config == before
 

@@ -151,13 +151,13 @@ def test_none_adds_nothing():
     ("gives", "part"),
     [
         ("{MINE: [[0, 1], [1, 2, 3]]}", "overlap: rank 1 is in [0, 1] and in [1, 2, 3]"),
-        ("{MINE: [[0, 1], [2]]}", "miss rank 3 of 4"),
+        ("{MINE: [[0, 1], [2]]}", "do not contain rank 3 of 4"),
         ("{MINE: [[0, 1], [2, 4]]}", "name rank 4 in [2, 4], but the world has ranks 0 to 3"),
         ("{MINE: [[0, 1], [3, 2]]}", "not in ascending order: [3, 2]"),
         ("{MINE: [[0, 1], [2, '3']]}", "a rank is an integer"),
         ("{MINE: [[0, True], [2, 3]]}", "hold True in [0, True]: a rank is an integer"),
         ("{MINE: [[-1, 0], [1, 2, 3]]}", "name rank -1 in [-1, 0], but the world has ranks 0 to 3"),
-        ("{MINE: [[0, 1], 2]}", "a mode's groups are a list of rank lists"),
+        ("{MINE: [[0, 1], 2]}", "Return a list of groups for each mode"),
         ("[[0, 1], 2]", "return {mode: [[ranks], ...]}"),
         ("[]", "miss ranks 0, 1, 2, 3 of 4"),
         ("(1, 2, 3, 4, 5, 6)", "creates process groups itself"),
@@ -165,10 +165,10 @@ def test_none_adds_nothing():
         ("[(1, 2, 3, 4, 5, 6), [0, 1]]", "name rank 4 in [1, 2, 3, 4, 5, 6]"),
         ("(1, 2, 3, 4, 5)", "return {mode: [[ranks], ...]}"),
         ("(1, 2, 3, 4, 5, 6, 7)", "return {mode: [[ranks], ...]}"),
-        ("{MINE: 3}", "a mode's groups are a list of rank lists"),
+        ("{MINE: 3}", "Return a list of groups for each mode"),
         ("7", "return {mode: [[ranks], ...]}"),
         ("{'nowhere': PAIRS}", "'nowhere' is not a parallel mode"),
-        ("{ParallelMode.TENSOR: [[0, 2], [1, 3]]}", "both define ParallelMode.TENSOR, with different groups"),
+        ("{ParallelMode.TENSOR: [[0, 2], [1, 3]]}", "define different groups for the one mode ParallelMode.TENSOR"),
     ],
 )
 def test_groups_that_are_wrong_are_named(gives, part):

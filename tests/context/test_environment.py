@@ -60,7 +60,7 @@ def test_every_launcher_has_variables_of_its_own():
         ({"RANK": "0"}, "WORLD_SIZE is not set.* or unset RANK, which is left over"),
         ({"WORLD_SIZE": "2"}, "RANK is not set.* or unset WORLD_SIZE, which is left over"),
         ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK is '-1'; it must be a number"),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "rank 2 of a world of 2 is impossible.*from torchrun"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "rank 2 does not exist in a world of 2 ranks.*from torchrun"),
         *(({**TWO, "MASTER_PORT": port}, f"MASTER_PORT is '{port}'") for port in ("0", "65536", "-1", "x")),
     ],
 )
@@ -97,10 +97,10 @@ def test_arguments_come_before_what_was_detected(size, given, expected):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"rank": 0}, r"launch\(rank=0, world_size=None\): give both or neither"),
-        ({"world_size": 2}, r"launch\(rank=None, world_size=2\): give both or neither"),
-        ({"rank": -1, "world_size": 2}, "rank -1 of a world of 2 is impossible"),
-        ({"rank": 2, "world_size": 2}, "rank 2 of a world of 2 is impossible"),
+        ({"rank": 0}, r"launch\(\) got rank=0 and world_size=None; pass both"),
+        ({"world_size": 2}, r"launch\(\) got rank=None and world_size=2; pass both"),
+        ({"rank": -1, "world_size": 2}, "rank -1 does not exist in a world of 2 ranks"),
+        ({"rank": 2, "world_size": 2}, "rank 2 does not exist in a world of 2 ranks"),
         ({"rank": True, "world_size": 2}, "rank must be an integer, not True"),
         ({"rank": 0, "world_size": "2"}, "world_size must be an integer, not '2'"),
         ({"rank": 0, "world_size": 2.0}, "world_size must be an integer, not 2.0"),

@@ -193,7 +193,7 @@ def test_sizes_that_do_not_divide_the_world_are_told_with_all_that_would_fit(par
         (
             {"sequence": 2, "tensor": {"size": 2, "mode": "sequence"}},
             8,
-            "parallel: the axes 'tensor' and 'sequence' both have ParallelMode.SEQUENCE; give one of them another mode",
+            "parallel.'tensor' and parallel.'sequence' are two axes of the one mode ParallelMode.SEQUENCE. Give one of them another mode",
         ),
     ],
 )
@@ -366,7 +366,9 @@ def test_ranks_that_are_in_no_group():
         for ask in (layout.group_of, layout.local_rank):
             with pytest.raises(ContextError, match=f"rank {rank} is in no group of"):
                 ask(mode, rank)
-    with pytest.raises(ContextError, match="has no groups in this layout; it has DATA, TENSOR, EXPERT"):
+    with pytest.raises(
+        ContextError, match=r"has no groups in this layout. The modes with groups are DATA, TENSOR, EXPERT"
+    ):
         layout.groups(M.MODEL)
     groups = [(0, 1), (1, 2), (0, 2), (0, 3), (1, 3), (1,), (2, 3)]
     assert [layout.is_group(ranks) for ranks in groups] == [True, True, True, False, False, False, True]
@@ -401,17 +403,33 @@ def test_a_twin_never_leaves_its_stage():
     ("parallel", "world_size", "parts"),
     [
         ({"tensor": {"size": 3, "mode": "2d"}}, 3, ["'2d' needs a square", "size=3", "1 and 4"]),
-        ({"tensor": {"size": 8, "mode": "2.5d"}}, 8, ["'2.5d' needs depth", "depth=2 (dim 2)"]),
-        ({"tensor": {"size": 8, "mode": "2.5d", "depth": 4}}, 8, ["leaves no square", "depth=2 (dim 2)"]),
+        ({"tensor": {"size": 8, "mode": "2.5d"}}, 8, ["'2.5d' needs a positive integer depth", "depth=2 (dim 2)"]),
+        ({"tensor": {"size": 8, "mode": "2.5d", "depth": 4}}, 8, ["size must be dim x dim x depth", "depth=2 (dim 2)"]),
         ({"tensor": {"size": 9, "mode": "3d"}}, 9, ["'3d' needs a cubic", "size=9", "8 and 27"]),
         ({"tensor": {"size": 2, "mode": "4d"}}, 2, ["'4d' is not in INITIALIZER_MAPPING", "1d, 2d, 2.5d, 3d"]),
         ({"tensor": {"size": 2, "mode": "1d", "depth": 2}}, 2, ["Initializer_1D", "depth="]),
-        ({"expert": 3}, 8, ["size=3 does not divide", "allowed: 1, 2, 4, 8"]),
+        ({"expert": 3}, 8, ["size=3, which does not divide", "allowed are 1, 2, 4, 8"]),
         ({"expert": {"size": 2, "over": "pipe"}}, 8, ["over='pipe'", "data*tensor"]),
-        ({"tensor": 2, "expert": {"size": 4, "over": "data"}}, 4, ["size=4 does not divide data 2; allowed: 1, 2"]),
-        ({"tensor": 3, "expert": 4}, 6, ["size=4 does not divide data 2 x tensor 3 = 6; allowed: 1, 2, 3, 6"]),
-        ({"tensor": {"size": 8, "mode": "2.5d", "depth": 0}}, 8, ["needs depth=<positive int>, got 0"]),
-        ({"tensor": {"size": 8, "mode": "2.5d", "depth": "2"}}, 8, ["needs depth=<positive int>, got '2'"]),
+        (
+            {"tensor": 2, "expert": {"size": 4, "over": "data"}},
+            4,
+            ["size=4, which does not divide data 2; allowed are 1, 2"],
+        ),
+        (
+            {"tensor": 3, "expert": 4},
+            6,
+            ["size=4, which does not divide data 2 x tensor 3 = 6; allowed are 1, 2, 3, 6"],
+        ),
+        (
+            {"tensor": {"size": 8, "mode": "2.5d", "depth": 0}},
+            8,
+            ["has depth=0, but mode '2.5d' needs a positive integer depth"],
+        ),
+        (
+            {"tensor": {"size": 8, "mode": "2.5d", "depth": "2"}},
+            8,
+            ["has depth='2', but mode '2.5d' needs a positive integer depth"],
+        ),
         ({"tensor": {"size": 12, "mode": "2.5d"}}, 12, ["possible: depth=3 (dim 2), depth=12 (dim 1)"]),
         ({"tensor": {"size": 26, "mode": "3d"}}, 26, ["the nearest are 8 and 27"]),
         ({"tensor": {"size": 5, "mode": "2d"}}, 5, ["the nearest are 4 and 9"]),

@@ -91,13 +91,13 @@ def test_the_initializer_of_the_tensor_axis_groups_it_and_other_modes_follow() -
 
 
 WRONG: list[tuple[dict[str, object], int, dict[M, list[list[int]]], str]] = [
-    ({"tensor": 2}, 4, {M.TENSOR: [[0, 1, 2], [3]]}, "the axis has 2 ranks, but ParallelMode.TENSOR has the group [0, 1, 2] of 3"),
+    ({"tensor": 2}, 4, {M.TENSOR: [[0, 1, 2], [3]]}, "has 2 ranks, but ParallelMode.TENSOR has the group [0, 1, 2] of 3"),
     ({"tensor": 2}, 4, {M.TENSOR: [[0, 1]]}, "rank 2, 3 of 4 is in no group of ParallelMode.TENSOR"),
     (
         {"pipeline": 2, "tensor": 2},
         8,
         {M.TENSOR: [[0, 2], [1, 3], [4, 6], [5, 7]]},
-        "the group [0, 2] of ParallelMode.TENSOR has ranks at coordinates 0, 1 of the axis 'pipeline'",
+        "the group [0, 2] of ParallelMode.TENSOR contains ranks with the different coordinates 0, 1 on the axis 'pipeline'",
     ),
     (
         {"pipeline": 2, "tensor": 2},
@@ -109,13 +109,13 @@ WRONG: list[tuple[dict[str, object], int, dict[M, list[list[int]]], str]] = [
         {"tensor": 2},
         4,
         {M.DATA: [[0, 3], [1, 2]]},
-        "the group [0, 3] of ParallelMode.DATA has ranks with different coordinates on other axes",
+        "the group [0, 3] of ParallelMode.DATA (parallel.data) contains ranks with different coordinates on other axes",
     ),
     (
         {"tensor": 2, "expert": 2},
         4,
         {M.TENSOR: [[0, 3], [1, 2]]},
-        "the group of ParallelMode.EXPERT would be the ranks [3, 2], in this order",
+        "the group of ParallelMode.EXPERT would have the ranks in the order [3, 2]",
     ),
 ]  # fmt: skip
 

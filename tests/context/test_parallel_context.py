@@ -222,7 +222,7 @@ def test_a_rank_of_a_world_that_is_not_there_has_no_groups():
     for ask in (lambda: context.ensure_groups([(0, 3)]), lambda: context.group_of_ranks([1, 3, 5, 7])):
         with pytest.raises(ContextError, match="this world is simulated"):
             ask()
-    with pytest.raises(ContextError, match="has joined a world"):
+    with pytest.raises(ContextError, match="has already joined a world"):
         context.simulate({}, 1, 0)
     context.destroy()
     _is_a_world_of_one(context)

@@ -149,7 +149,7 @@ def test_a_stream_that_is_not_there_or_there_twice_is_an_error():
         streams.add(ParallelMode.TENSOR, 2)
     streams.add(ParallelMode.TENSOR, 2, overwrite=True)
     assert streams.state_dict()["seeds"] == {"tensor": 2}
-    with pytest.raises(ContextError, match="streams: TENSOR"), streams.use(ParallelMode.PIPELINE):
+    with pytest.raises(ContextError, match="Streams exist for TENSOR"), streams.use(ParallelMode.PIPELINE):
         pass
 
 

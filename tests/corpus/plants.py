@@ -26,6 +26,7 @@ import colonnade
 from colonnade import ParallelMode
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import ColonnadeError
+from colonnade.parallel.placement import is_dtensor
 from colonnade.parallel.split import split
 from colonnade.proof.mutation import MISTAKES, NotHere, after_sums, plant, spans
 from colonnade.testing import run_world
@@ -156,6 +157,11 @@ def _least(engine: Any) -> float:
     return 1e-6 * sum(size**2 for size in sizes) ** 0.5
 
 
+def _plain(engine: Any) -> list[nn.Parameter]:
+    """The parameters that are not FSDP2's."""
+    return [parameter for parameter in engine.model.parameters() if not is_dtensor(parameter)]
+
+
 def in_gradients(engine: Any, change: Change, dice: random.Random, share: float, number: int, here: bool) -> Planted:
     """Change the reduced gradient of one parameter (or of all of them: -1)."""
     planted, parameters = Planted(), list(engine.model.parameters())
@@ -175,7 +181,7 @@ def in_gradients(engine: Any, change: Change, dice: random.Random, share: float,
 
 def in_backward(engine: Any, change: Change, dice: random.Random, share: float, number: int, here: bool) -> Planted:
     """Change the local gradient of one parameter before its reduction."""
-    planted, parameters = Planted(), list(engine.model.parameters())
+    planted, parameters = Planted(), _plain(engine)
     seed, largest = dice.random(), [0.0]
 
     def hook(grad: Tensor) -> Tensor:
@@ -189,7 +195,7 @@ def in_backward(engine: Any, change: Change, dice: random.Random, share: float, 
 
 def in_weights(engine: Any, change: Change, dice: random.Random, share: float, number: int, here: bool) -> Planted:
     """Change a weight after the step of the optimizer."""
-    planted, parameters = Planted(), list(engine.model.parameters())
+    planted, parameters = Planted(), _plain(engine)
     seed, step = dice.random(), engine._stepper.step
 
     def stepped(*args: Any, **kwargs: Any) -> Any:

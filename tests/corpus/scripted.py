@@ -68,6 +68,14 @@ PLANTED = {
         "on_torch.py", ("norm-misses-shards", "wrong-divisor", "clipped-before-reduced"), ("its own shard", "rank 1")
     ),
     "order_by_rank": Planted("on_torch.py", ("gradients-exchanged",), ("order", "2.weight", "4.weight")),
+    "packed_heads": Planted(
+        "on_torch.py", ("gradients-exchanged",), ("first.weight", "second.weight", "packed"), ("process group",)
+    ),
+    "plain_experts": Planted("on_torch.py", ("wrong-divisor",), ("experts", "not divided"), ("gradient of enter",)),
+    "nan_step_skipped": Planted("on_torch.py", ()),
+    "complex_weight": Planted("on_torch.py", ()),
+    "forward_mode": Planted("on_torch.py", ()),
+    "for_each_row": Planted("on_torch.py", ()),
     "averaging_optimizer": Planted("on_torch.py", ()),
     "gathered_loss": Planted("on_torch.py", ()),
     "sam": Planted("doubled.py", ("scaled-by-mode", "backward-differs"), ("0.weight",), ("averaged over",)),

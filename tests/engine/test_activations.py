@@ -164,7 +164,7 @@ def test_a_class_of_blocks_comes_twice_or_elsewhere_in_the_model(monkeypatch):
         return [name for name, module in model.named_modules() if vars(module).get("_colonnade_runs")]
 
     assert found(Lists(2)) == ["blocks.0", "blocks.1"]
-    with pytest.raises(ConfigError, match="two or more of one class"):
+    with pytest.raises(ConfigError, match="two or more members of one class"):
         found(Lists(1))
     # A stage of a pipeline may have one block, or none.
     assert found(Lists(1), complete=False) == ["blocks.0", "blocks.1"]
@@ -215,7 +215,7 @@ def test_applied_again_and_copied_a_block_is_computed_again_once():
 
 def test_bad_settings_are_refused_by_name():
     plain = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    with pytest.raises(ConfigError, match=r"finds no blocks in the model.*classes are Linear, Sequential"):
+    with pytest.raises(ConfigError, match=r"finds no blocks in the model.*classes of the model are Linear, Sequential"):
         apply_activations(plain, ActivationSettings.read("full"), [plain])
     with pytest.raises(ConfigError, match=r"blocks=\['Linar'\] matches no module.*Did you mean.*Linear"):
         apply_activations(plain, ActivationSettings.read({"blocks": ["Linar"]}), [plain])

@@ -120,7 +120,7 @@ def test_parameters_that_the_model_did_not_have_are_refused_by_name():
             engine.zero_grad()
             engine.backward(loss_of(model, 0, 0))
             named = (
-                r"had \[6\] parameters and have \[6, 2\] now\. .*\[C070\]$"
+                r"had \[6\] parameters and now have \[6, 2\]\. .*\[C070\]$"
                 if "zero" in config
                 else r"5\.weight of shape \(3, 3\) was added to optimizer group 1"
             )

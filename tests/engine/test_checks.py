@@ -67,7 +67,7 @@ def test_batch_norms_that_see_a_part_of_the_batch(said, context, layer, is_said)
     checks.warn_of_batch_norm(nn.Sequential(nn.Linear(2, 2), layer), context)
     assert len(said) == is_said
     if is_said:
-        assert said[0].startswith("BatchNorm1d (1) normalises over the rows that one rank has")
+        assert said[0].startswith("BatchNorm1d (1) normalises over the rows of one rank")
 
 
 def test_of_many_batch_norms_three_are_named(said):
@@ -105,7 +105,7 @@ def test_parameters_that_are_not_the_models_matter_where_ranks_see_other_data():
     refuse_optimizer(both, [model], world(1))
     refuse_optimizer(both, [model], world(2, tensor=2))
     refuse_optimizer(both, [model, other], world(2))
-    with pytest.raises(GradientError, match=r"\(group 0\) has parameters of shape \(3, 3\), \(3,\)"):
+    with pytest.raises(GradientError, match=r"group 0 of the optimizer has parameters of shape \(3, 3\), \(3,\)"):
         refuse_optimizer(both, [model], world(2))
     other.requires_grad_(False)
     refuse_optimizer(both, [model], world(2))
@@ -218,7 +218,7 @@ def test_what_differs_is_named(ranks, dtype, found):
     with pytest.raises(GradientError) as error:
         compare(*ranks, dtype=dtype)
     assert str(error.value).startswith(
-        f"the plan leaves {found} replicated, but its gradient differs between the ranks of the tensor group"
+        f"the TP plan leaves {found} replicated, but the gradient differs between the ranks of the tensor group"
     )
 
 

@@ -288,10 +288,10 @@ def _adaptive(clip: dict) -> list[tuple[str, list[float]]]:
         ({"method": "zklip"}, "Did you mean 'zclip'"),
         ({"max_norm": 1.0, "groups": {"a": {"params": "heed.*"}}}, "matches no parameter"),
         ({"method": {"type": "percentile", "window": 10**30}}, "window must be a number of steps from 1 to 1000000"),
-        ({"method": {"type": "percentile", "percentile": 10**400}}, "does not accept these options"),
+        ({"method": {"type": "percentile", "percentile": 10**400}}, "does not accept the given options"),
         ({"method": {"type": "zclip", "z_max": 10**400}}, "z_max must be a number > 0"),
         ({"method": {"type": "norm", "max_norm": "1"}}, "max_norm must be a number > 0"),
-        ({"method": {"type": "zclip", "sigma": 3}}, "does not accept these options"),
+        ({"method": {"type": "zclip", "sigma": 3}}, "does not accept the given options"),
     ],
 )
 def test_bad_clip_settings_are_named(clip, part):

@@ -157,8 +157,8 @@ def _subsets() -> list[bool]:
 def test_ranks_that_use_other_parameters_get_the_right_gradient_and_a_word_in_the_log():
     result = run_world(2, _subsets)
     assert result.values == [[True] * 3] * 2  # as in one process, an unused parameter has no gradient
-    assert result.stderr[0].count("no gradient for 'branch.0.weight' on ranks 1") == 1
-    assert result.stderr[0].count("no gradient for 'branch.1.weight' on ranks 0") == 1
+    assert result.stderr[0].count("ranks 1 have no gradient for 'branch.0.weight'") == 1
+    assert result.stderr[0].count("ranks 0 have no gradient for 'branch.1.weight'") == 1
     assert "branch.2" not in result.stderr[0]
 
 
@@ -300,10 +300,10 @@ def test_a_schedule_that_is_set_later_is_prepared_too():
 @pytest.mark.parametrize(
     ("built", "optimizer", "part"),
     [
-        (lambda: 3, torch.optim.SGD, "model is a torch.nn.Module"),
-        (model, lambda p: 3, "optimizer is a torch optimizer"),
-        (model, lambda p: SimpleNamespace(param_groups=[]), "optimizer is a torch optimizer"),
-        (model, lambda p: SimpleNamespace(step=print), "optimizer is a torch optimizer"),
+        (lambda: 3, torch.optim.SGD, "pass a torch.nn.Module"),
+        (model, lambda p: 3, "pass a torch optimizer"),
+        (model, lambda p: SimpleNamespace(param_groups=[]), "pass a torch optimizer"),
+        (model, lambda p: SimpleNamespace(step=print), "pass a torch optimizer"),
     ],
 )
 def test_what_is_no_model_or_no_optimizer_is_refused(built, optimizer, part):
@@ -330,7 +330,7 @@ def test_a_schedule_that_cannot_be_built_is_named():
 def test_options_that_torch_compile_refuses_are_named(options):
     with (
         launch({"compile": options}, context=ParallelContext(), verbose=False) as gpc,
-        pytest.raises(ConfigError, match=rf"compile: torch.compile cannot be called with {options}"),
+        pytest.raises(ConfigError, match=rf"torch\.compile cannot be called with the options {options}"),
     ):
         initialize(nn.Linear(2, 2), lambda p: torch.optim.SGD(p, lr=0.1), context=gpc)
 
@@ -437,7 +437,7 @@ def test_whole_weights_in_memory_and_in_a_file(tmp_path):
         with pytest.raises(CheckpointError) as error:
             engine.full_state_dict("every")
         assert str(error.value).startswith(
-            "to= must be 'all', 'first' or the name of a .safetensors file to write, not 'every'"
+            "to is 'every'; pass 'all', 'first' or the name of a .safetensors file to write"
         )
         engine.close()
 

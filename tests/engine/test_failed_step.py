@@ -79,7 +79,7 @@ SLIPS: list[tuple[int, int, Any, str]] = [
     (1, 0, _vector, "a loss must be one number"),
     (1, 1, _change, "was changed between backward and step"),
     (2, 2, _again, r"backward\(\) was called 3 times"),
-    (1, 0, _too_soon, r"step\(\) before backward"),
+    (1, 0, _too_soon, r"step\(\) was called before backward"),
 ]
 
 
@@ -109,7 +109,7 @@ def test_an_error_of_one_rank_in_a_step_is_raised_on_all(config: dict[str, Any])
 
 @pytest.mark.parametrize(
     ("config", "told"),
-    [({}, "use one form"), ({"sync": {"shared_memory": False}}, "a mean on rank 1; (sum, count) on rank 0")],
+    [({}, "use one form"), ({"sync": {"shared_memory": False}}, "a mean on rank 1 and (sum, count) on rank 0")],
 )
 @on_ranks(2, timeout=30)
 def test_one_rank_that_changes_to_sums_in_a_step_that_is_not_compared_is_named(config: dict[str, Any], told):

@@ -161,7 +161,9 @@ def test_an_optimizer_that_needs_whole_weights_is_refused_where_they_are_split()
             (Normed(model.parameters(), lr=0.1), "0.weight"),
             (Normed([{"params": whole}, {"params": columns, "momentum": 0.1, "nesterov": True}], lr=0.1), "1.weight"),
         ):
-            message = rf"{type(optimizer).__name__} steps differently on a shard .* '{name}' is sharded.*Shard"
+            message = (
+                rf"{type(optimizer).__name__} updates a shard of a tensor differently .* '{name}' is sharded.*Shard"
+            )
             with pytest.raises(GradientError, match=message):
                 initialize(model, optimizer, context=gpc)
         drawn = torch.get_rng_state()

@@ -123,7 +123,8 @@ def _change_of_form() -> None:
         out = engine(data)
         engine.backward(F.cross_entropy(out, label, ignore_index=-1) if rank == 0 else 0 * out.sum())
         with pytest.raises(
-            GradientError, match=r"some ranks .* as a mean; use one form.* give \(0 \* output.sum\(\), 0\)"
+            GradientError,
+            match=r"some ranks .* as a mean\. To correct this, use one form.* give \(0 \* output.sum\(\), 0\)",
         ):
             engine.step()
 
@@ -199,7 +200,7 @@ def test_a_count_that_is_no_count_is_refused(count):
     with world_of_one() as gpc:
         engine = start(gpc)
         loss = engine.criterion(engine(numbers(3, 4, seed=0)), numbers(3, 2, seed=1))
-        with pytest.raises(GradientError, match=r"the count of a loss .* a number from 0 on"):
+        with pytest.raises(GradientError, match=r"the count of a loss .* in the sum, 0 or larger"):
             engine.backward((loss, count))
         engine.backward((loss, 3))  # nothing was counted or summed
         engine.step()
@@ -279,14 +280,18 @@ def test_a_run_keeps_the_form_of_its_first_loss():
     mean = numbers(3, seed=0).requires_grad_().sum()
     assert form.read((mean, 3)) == (mean, 3)
     assert form.counted is True
-    with pytest.raises(GradientError, match=r"^the loss was \(sum, count\) before and is a mean now; use one form"):
+    with pytest.raises(
+        GradientError, match=r"^the loss was \(sum, count\) before and is a mean now\. To correct this, use one form"
+    ):
         form.read(mean)
     form = LossForm()
     assert form.read(mean) == (mean, None)
-    with pytest.raises(GradientError, match=r"^the loss was a mean before and is \(sum, count\) now; use one form"):
+    with pytest.raises(
+        GradientError, match=r"^the loss was a mean before and is \(sum, count\) now\. To correct this, use one form"
+    ):
         form.read((mean, 3))
     with pytest.raises(
-        GradientError, match=r"^a loss given as \(sum, count\) is shared with all ranks: leave out loss_ev"
+        GradientError, match=r"^loss_everywhere=False is not possible with a loss given as \(sum, count\)"
     ):
         LossForm(allow_counts=False).read((mean, 3))
     labelled = F.cross_entropy(numbers(3, 4, seed=0).requires_grad_(), torch.tensor([1, -100, 0]))
@@ -322,11 +327,20 @@ def test_where_a_model_that_makes_its_loss_has_it(output, loss):
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        (torch.ones(2), "a loss must be one number, not a tensor of shape (2,): return its mean, or (sum, count)"),
-        ("text", "a loss must be one number, not str: return its mean, or (sum, count)"),
-        ((1, 2), "a loss must be a scalar tensor (a mean) or (sum, count), not a tuple of 2"),
-        ([torch.ones(()), 1, 2], "a loss must be a scalar tensor (a mean) or (sum, count), not a list of 3"),
-        ((torch.ones(2), 2), "a loss must be one number, not a tensor of shape (2,): return its mean, or (sum, count)"),
+        (
+            torch.ones(2),
+            "a loss must be one number, but the loss is a tensor of shape (2,). Return the mean of the loss, or (sum, count)",
+        ),
+        ("text", "a loss must be one number, but the loss is str. Return the mean of the loss, or (sum, count)"),
+        ((1, 2), "a loss must be a scalar tensor (a mean) or (sum, count), but the loss is a tuple of length 2"),
+        (
+            [torch.ones(()), 1, 2],
+            "a loss must be a scalar tensor (a mean) or (sum, count), but the loss is a list of length 3",
+        ),
+        (
+            (torch.ones(2), 2),
+            "a loss must be one number, but the loss is a tensor of shape (2,). Return the mean of the loss, or (sum, count)",
+        ),
     ],
 )
 def test_what_is_no_loss_is_said(loss, message):

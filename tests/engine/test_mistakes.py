@@ -83,7 +83,7 @@ def _try_step(engine: Any, rank: int, step: int, fail: bool, accumulation: int, 
         if fail:
             with pytest.raises(RuntimeError, match="out of memory"):
                 engine.backward(loss)
-            with pytest.raises(GradientError, match=r"call engine\.zero_grad\(\)"):
+            with pytest.raises(GradientError, match=r"Call engine\.zero_grad\(\)"):
                 engine.step()
             return
         engine.backward(loss)
@@ -208,10 +208,10 @@ def test_steps_by_hand_are_said_by_name():
                 engine.backward(begin())
                 engine.step()
             begin().backward()
-            with pytest.raises(GradientError, match=r"Write engine\.backward\(loss\)"):
+            with pytest.raises(GradientError, match=r"Call engine\.backward\(loss\)"):
                 engine.step()
             engine.backward(begin())
-            with pytest.raises(GradientError, match=r"write engine\.step\(\)"):
+            with pytest.raises(GradientError, match=r"Call engine\.step\(\)"):
                 engine.optimizer.step()
             engine.step()
             engine.backward(begin())
@@ -317,7 +317,7 @@ def _repeated() -> list[str]:
 
 def test_ranks_that_would_repeat_each_others_work_are_told_of_it_once():
     first, second = run_world(2, _repeated).values
-    repeat = "no parameter of the model is split over the 2 ranks of TENSOR: they repeat each other's work"
+    repeat = "no parameter of the model is sharded over the 2 ranks of TENSOR, so these ranks repeat the same work"
     whole = "layers of colonnade.nn in the model are replicated on all 2 ranks of TENSOR"
     assert [(text.count(repeat), text.count(whole)) for text in first] == [(1, 0), (1, 1), (1, 0), *[(0, 0)] * 4]
     assert "tensor=dict(size=2, mode='1d')" in first[0]

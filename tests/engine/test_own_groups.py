@@ -211,9 +211,9 @@ def test_batches_are_compared_by_the_groups_and_groups_across_replicas_are_refus
         found.append(str(refused.value))
     right, wrong, stage_3, joined = found
     assert right == ""
-    assert "ranks 1 and 2 differ only on the axis 'own_snake'" in wrong
+    assert "ranks 1 and 2 must get the same data, because they differ only on the axis 'own_snake'" in wrong
     assert "gpc.layout.coordinates(gpc.get_global_rank())['data']" in wrong
-    assert "is sharded over ParallelMode.DATA (as with zero stage 3), and the ranks [3, 2] of this mode" in stage_3
+    assert "is sharded over ParallelMode.DATA, as with ZeRO stage 3, but the ranks [3, 2]" in stage_3
     assert "0.weight is placed on ParallelMode.OWN_SNAKE, whose ranks see the same data, but the group" in joined
     assert "C162" in joined
 

@@ -205,8 +205,8 @@ class FirstSumThenMean:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ((4, None), "split into 4 stages, and the schedule has 2"),
-        ((2, {"type": "NonPipelineSchedule"}), "NonPipelineSchedule runs no pipeline"),
+        ((4, None), "split into 4 stages, but the schedule has 2"),
+        ((2, {"type": "NonPipelineSchedule"}), "NonPipelineSchedule does not run a pipeline"),
         ((2, {"type": "OneFOneB", "num_microbatches": 2, "loss_everywhere": False}), "loss_everywhere"),
         ((2, None, FirstSumThenMean(), 2), "(sum, count) before and is a mean now"),
     ],

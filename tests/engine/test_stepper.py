@@ -53,7 +53,7 @@ def test_a_graph_step_cannot_raise_on_the_host():
     config = {"cuda_graph": "step", "clip_grad_norm": {"max_norm": 1.0, "nonfinite": "raise"}}
     with (
         launch(config, context=ParallelContext(), verbose=False) as gpc,
-        pytest.raises(ConfigError, match=r"^cuda_graph is not available with .* use nonfinite='skip'"),
+        pytest.raises(ConfigError, match=r"^cuda_graph is not available with .* Use nonfinite='skip'"),
     ):
         initialize(nn.Linear(1, 1), lambda p: torch.optim.SGD(p, lr=0.1), context=gpc)
 

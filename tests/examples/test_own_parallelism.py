@@ -129,7 +129,7 @@ def forgetful(spec: str) -> None:
 @pytest.mark.parametrize("spec", ["no sum owed", "final as it is"])
 def test_a_wrong_placement_is_found(spec):
     with pytest.raises(
-        WorldError, match=r"inner\.out\.bias: ranks \d and \d store the same shard with different values"
+        WorldError, match=r"ranks \d and \d store the same shard of inner\.out\.bias, but with different values"
     ):
         run_world(4, forgetful, spec)
 

@@ -232,4 +232,4 @@ def _wrong_group() -> str:
 
 def test_a_group_of_other_ranks_is_refused():
     for said in run_world(3, _wrong_group).values[:2]:
-        assert "over ranks [0, 1, 2] has the process group of ranks [0, 1]" in said
+        assert "over ranks [0, 1, 2], but its process group has ranks [0, 1]" in said

@@ -186,7 +186,7 @@ def test_an_optimizer_that_sums_itself_comes_first_and_once():
     assert names(["SyncNotes", "SyncScales"], sums) == ["ZeROGradientHandler", "SyncNotes", "SyncScales"]
     assert names(["SyncNotes", "ZeROGradientHandler"], sums) == ["SyncNotes", "ZeROGradientHandler"]
     assert names(["SyncNotes"], plain) == ["SyncNotes"]
-    with pytest.raises(GradientError, match=r"needs an optimizer with sync_grad\(\), not SGD"):
+    with pytest.raises(GradientError, match=r"needs an optimizer with sync_grad\(\), but SGD"):
         names(["ZeROGradientHandler"], plain)
 
 

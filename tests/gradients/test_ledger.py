@@ -170,7 +170,7 @@ BAD = {
         {"gradient_handler": ["LedgerTypo"]},
         ["'0.weigth' matches none", "Did you mean '0.weight'"],
     ),
-    "one rank": ({"gradient_handler": ["LedgerOneRank"]}, ["no sum over a group of any mode", "covers()"]),
+    "one rank": ({"gradient_handler": ["LedgerOneRank"]}, ["not a sum over a group of any mode", "covers()"]),
     "None": ({"gradient_handler": ["LedgerNone"]}, ["set the gradient of 0.weight to None"]),
     "a name of no handler": (
         {"gradient_handler": ["LedgerWieghts"]},

@@ -48,7 +48,7 @@ def test_ranks_that_all_deviate_at_once_know_it():
         says = [(step in (3, 4), False), (step == 4, False)]
         told = [flags.begin() for flags in (first, second)]
         assert all((text is not None) == (step == 5) for text in told)  # of step 3, where one deviated
-        assert all(text is None or text.startswith("step 3 was skipped: ") for text in told)
+        assert all(text is None or text.startswith("step 3 was skipped, because ") for text in told)
         summed = first.numbers(*says[0]) + second.numbers(*says[1])
         for flags in (first, second):
             assert flags.take(summed).item() == float(step in (3, 4))

@@ -107,14 +107,14 @@ def test_two_handlers_of_one_sum_agree_on_its_options(context):
     with pytest.raises(ConfigError) as error:
         sums_of([claim(parts[0], overlap=True), claim(parts[1], kind=Other, overlap=False)], context, {})
     assert str(error.value).startswith(
-        "gradient_handler: Data has overlap=True and Other overlap=False, but both reduce 'a', in one sum; give both the same overlap"
+        "the gradient handlers Data and Other both reduce 'a' in one sum, but Data has overlap=True and Other has overlap=False. Give both handlers the same overlap"
     )
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"bucket": 1}, "unknown option 'bucket' of a gradient handler; allowed: bucket_mb, "),
+        ({"bucket": 1}, "'bucket' is not an option of a gradient handler; allowed are bucket_mb, "),
         ({"bucket_mb": 0}, "bucket_mb must be a number > 0, not 0"),
         ({"first_bucket_mb": -1}, "first_bucket_mb must be a number > 0, not -1"),
         ({"first_bucket_mb": -0.5}, "first_bucket_mb must be a number > 0, not -0.5"),
@@ -122,9 +122,9 @@ def test_two_handlers_of_one_sum_agree_on_its_options(context):
         ({"shared_memory": 2}, 'shared_memory must be True, False or "auto", not 2'),
         ({"reduce_dtype": torch.int32}, "reduce_dtype must be a floating point dtype, not torch.int32"),
         ({"reduce_dtype": 3}, "reduce_dtype must be a floating point dtype, not 3"),
-        ({"reduce_dtype": "fp23"}, "reduce_dtype='fp23'; allowed: "),
+        ({"reduce_dtype": "fp23"}, "reduce_dtype is 'fp23'; allowed are "),
         ({"compress": torch.float32}, 'compress must be "bf16", "fp16" or None, not torch.float32'),
-        ({"compress": "fp32"}, "compress='fp32'; allowed: "),
+        ({"compress": "fp32"}, "compress is 'fp32'; allowed are "),
         ({"compress": "bf16", "reduce_dtype": "fp16"}, "compress=torch.bfloat16 and reduce_dtype=torch.float16 both"),
     ],
 )

@@ -191,7 +191,7 @@ WRONG = {
     "bf16 by 3": "Wrong sums over DATA [0, 2] and divides by 3, but 2 ranks saw distinct data",
     "over TENSOR": "[0, 1], but its placement (replicated) requires DATA [0, 2] / 2",
 }
-SAME = "; a handler must do the same on every rank"
+SAME = ". Let the handler make the same calls on every rank"
 FIRST = "calls all_reduce of 1 element (float32) over ranks [0, 2]"
 UNLIKE = {
     "skips the first on rank 2": "Unlike: rank 2 calls all_reduce of 2 elements (float32) over ranks [0, 2] where rank 0 "

@@ -72,7 +72,7 @@ def test_it_is_used_by_itself_where_it_can_be():
 def test_asked_for_and_not_to_be_had_is_an_error_on_every_rank(spoil):
     outcomes = run_world(2, _transport, True, spoil, check=False).outcomes
     assert [outcome.type for outcome in outcomes] == ["colonnade.errors.GradientError"] * 2
-    assert all("shared_memory=True, but" in outcome.message for outcome in outcomes)
+    assert all("shared_memory=True is not possible, because" in outcome.message for outcome in outcomes)
 
 
 def _one_dies(folder: str, where: str) -> str:

@@ -66,7 +66,7 @@ def test_padding_and_documents_are_read_from_the_batch() -> None:
     assert find_documents({"attention_mask": rows}) == ((((0, 2, 3), (0, 6)), ((1,), (0, 4, 6))), True)
     assert find_documents({"attention_mask": rows[:1]}) == ((), True)
     assert find_documents({"attention_mask": torch.tensor([[0, 1, 1, 0]])}) == ((((0,), (0, 1, 3, 4)),), False)
-    with pytest.raises(LayoutError, match="row 0 masks positions"):
+    with pytest.raises(LayoutError, match="the attention_mask of row 0 has some"):
         find_documents({"attention_mask": torch.tensor([[1, 0, 1]])})
     with pytest.raises(LayoutError, match="row 1 has 2 labels that would be predicted from padding"):
         find_documents({"attention_mask": rows[:2], "labels": torch.ones(2, 6, dtype=torch.int64)})
@@ -140,14 +140,14 @@ def _outputs_of_the_model(gpc: ParallelContext, attention: str) -> None:
         torch.testing.assert_close(gradient, parameter.grad, **near)
     for wrong, message in (
         ({"input_ids": tokens[:, :1]}, "is too short for 2 ranks"),
-        ({"labels": labels}, "no input_ids"),
+        ({"labels": labels}, "context parallelism splits input_ids"),
         ({"input_ids": tokens, "logits_to_keep": 3}, "'logits_to_keep'"),
         ({"input_ids": tokens, "attention_mask": torch.ones(2, 1, 11, 11)}, "'attention_mask'"),
         ({"input_ids": tokens, "cache_position": torch.arange(11)}, "'cache_position'"),
     ):
         with pytest.raises(ColonnadeError, match=message):
             model(**wrong)
-    with pytest.raises(LayoutError, match="not a model inside it"):
+    with pytest.raises(LayoutError, match="Call the model that was passed to parallelize"):
         model.model(input_ids=tokens)
 
 

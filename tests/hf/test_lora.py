@@ -147,7 +147,7 @@ def _mistakes(gpc: ParallelContext) -> None:
     assert colonnade.parallelize(advised, context=gpc) is advised
     cut = colonnade.parallelize(BY_NAME["llama"].build(), context=gpc)
     late: Any = peft.get_peft_model(cut, peft.LoraConfig(target_modules=["o_proj"], r=2))  # type: ignore[arg-type]
-    with pytest.raises(PlacementError, match=r"o_proj.*get_peft_model.*first and colonnade.parallelize"):
+    with pytest.raises(PlacementError, match=r"o_proj.*get_peft_model.*first, and colonnade\.parallelize"):
         initialize(late, lambda p: torch.optim.SGD(p, lr=0.1), context=gpc)
 
 

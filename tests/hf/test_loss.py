@@ -221,7 +221,7 @@ def test_labels_make_the_decoders_inputs_at_the_start_of_a_pipeline():
 def test_what_a_pipelines_last_stage_cannot_know_is_refused():
     config = {"schedule": {"type": "GPipe", "num_microbatches": 2}}
     with (
-        pytest.raises(ConfigError, match=r"BertForQuestionAnswering.*pass criterion="),
+        pytest.raises(ConfigError, match=r"BertForQuestionAnswering.*Pass criterion="),
         engine_of(bert("BertForQuestionAnswering"), **config),
     ):
         pass

@@ -109,10 +109,13 @@ def test_models_on_the_meta_device(name: str) -> None:
 
 
 def test_what_a_pipeline_cannot_do_is_refused_by_name() -> None:
-    with pytest.raises(ScheduleError, match=r"MixtralForCausalLM: config\.output_router_logits=True adds a loss"):
+    with pytest.raises(
+        ScheduleError, match=r"MixtralForCausalLM has config\.output_router_logits=True, which adds a loss"
+    ):
         split(varied("mixtral", output_router_logits=True).build(), num_stages=2)
     with pytest.raises(
-        ScheduleError, match=r"BartForConditionalGeneration: config\.decoder_layerdrop=0\.5: layer dropout is not"
+        ScheduleError,
+        match=r"BartForConditionalGeneration has config\.decoder_layerdrop=0\.5, but layer dropout is not",
     ):
         split(varied("bart", decoder_layerdrop=0.5).build(), num_stages=2)
     with pytest.raises(
@@ -192,7 +195,9 @@ def test_a_model_with_other_inputs_beside_tokens_needs_a_sample() -> None:
     assert_same(model, split(model, num_stages=2, sample={"input_ids": tokens}), input_ids=tokens)
     tokens[:, 1:5] = 95
     images = torch.randn(2, 3, 8, 8, dtype=torch.float64)
-    with pytest.raises(ScheduleError, match=r"LlavaForConditionalGeneration, called in order, give a different result"):
+    with pytest.raises(
+        ScheduleError, match=r"LlavaForConditionalGeneration, called in order, do not give the same result"
+    ):
         split(model, num_stages=2, sample={"input_ids": tokens, "pixel_values": images})
 
 

@@ -51,7 +51,11 @@ def test_they_are_registered_and_refuse_senseless_lengths():
         *((8, 9, True), (8, 8, False), (8, 0, False), (8, -1, True)),
         *((1, 0, False), (1, 1, False), (0, 0, True), (-1, -1, True)),
     ):
-        with pytest.raises(ConfigError, match=f"={total} and warmup_steps={warmup}") if is_refused else nullcontext():
+        with (
+            pytest.raises(ConfigError, match=f"is {total} and warmup_steps is {warmup};")
+            if is_refused
+            else nullcontext()
+        ):
             rates(lambda o, total=total, warmup=warmup: LinearWarmupLR(o, total, warmup), 1)
 
 

@@ -175,7 +175,7 @@ def sums_that_are_pending() -> list[Fact]:
             clip_grad_norm_(model.parameters(), 1.0, context=gpc)
             refused = "nothing"
         except GradientError as error:
-            refused = "pending" if "still pending" in str(error) else str(error)
+            refused = "pending" if "pending sum" in str(error) else str(error)
         engine._finish_step(outcome)
         facts = [Fact("refused", refused, "pending"), *norm_facts("engine", engine.grad_norm, true, 1e-12)]
         engine.close()

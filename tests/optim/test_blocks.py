@@ -113,8 +113,8 @@ def test_orders_that_are_no_norm(p: float) -> None:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"count": 2, "index": 2}, "the index of a block with 2 replicas must be 0 to 1, not 2"),
-        ({"count": 2, "index": -1}, "the index of a block with 2 replicas must be 0 to 1, not -1"),
+        ({"count": 2, "index": 2}, "a block has 2 replicas and index 2; the index must be from 0 to 1"),
+        ({"count": 2, "index": -1}, "a block has 2 replicas and index -1; the index must be from 0 to 1"),
         ({"slot": -1}, "a slot must be 0 or larger, not -1"),
     ],
 )

@@ -257,7 +257,7 @@ def test_a_state_of_other_settings_is_refused() -> None:
 
 STEPS = ("a number of steps from 1 to 1000000", (0, -1, 1_000_001, True, 2.0, "3", None), (1, 1_000_000))
 FRACTION = ("a number between 0 and 1", (0, 1, -0.5, 1.5, True, "0.5", None), (0.25,))
-LIMIT = ("a number > 0 (inf: only measure)", (0, -1.0, math.nan, True, "1"), (2,))
+LIMIT = ("a number > 0 (inf measures without clipping)", (0, -1.0, math.nan, True, "1"), (2,))
 OPTIONS: list[tuple[Any, str, Any]] = [
     (NormClip, "max_norm", LIMIT),
     (ZClip, "warmup", STEPS),

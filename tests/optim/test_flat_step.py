@@ -367,7 +367,7 @@ def test_what_is_refused() -> None:
         pass
 
     assert "not Mine" in str(why_not(Mine(params)))
-    with pytest.raises(GradientError, match="use ScaledStep"):
+    with pytest.raises(GradientError, match="Use ScaledStep"):
         FlatStep(NAdam(params), buckets_of(params, [7]))
 
 
@@ -389,7 +389,7 @@ def test_changes_after_the_start_are_met_with_an_error() -> None:
         pair.flat.step(torch.ones(1), torch.zeros(()))
     pair.optimizer.param_groups[0]["amsgrad"] = False
     pair.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
-    with pytest.raises(GradientError, match="make a new FlatStep"):
+    with pytest.raises(GradientError, match="Make a new FlatStep"):
         pair.flat.step(torch.ones(1), torch.zeros(()))
 
 

@@ -211,7 +211,13 @@ def test_what_cannot_be_is_said_before_anything_is_sent():
     messages = run_world(2, _refusals).values[0]
     for message, part in zip(
         messages,
-        ("add up to 2", "its tensor has the shape (3, 2)", "give that many", "give send_sizes", "it has 0 to 1"),
+        (
+            "add up to 2",
+            "its tensor has the shape (3, 2)",
+            "Pass one length for each rank",
+            "Pass send_sizes",
+            "allowed are 0 to 1",
+        ),
         strict=True,
     ):
         assert part in message

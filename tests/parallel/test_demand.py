@@ -77,7 +77,10 @@ def test_holders():
 @pytest.mark.parametrize(
     ("placement", "part"),
     [
-        (Placement({M.PARALLEL_2D_ROW: Shard(0)}), "PARALLEL_2D_ROW, which has no groups here"),
+        (
+            Placement({M.PARALLEL_2D_ROW: Shard(0)}),
+            "PARALLEL_2D_ROW, but this layout has no groups of ParallelMode.PARALLEL_2D_ROW",
+        ),
         (Placement({M.PIPELINE: Tied((0, 5), "e")}), "the pipeline has stages 0 to 1"),
         (Placement({M.PIPELINE: Tied((0, 2), "e")}), "the pipeline has stages 0 to 1"),
         (Placement({M.PIPELINE: Tied((1, 5), "e")}), "stages"),

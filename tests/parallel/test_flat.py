@@ -130,10 +130,10 @@ def test_sections_that_cannot_be_are_refused():
         placed = placement_of(place(torch.zeros(shape), {M.TENSOR: Shard(0, sections=sections)}, (sum(sections), 3)))
         assert placed.shards[M.TENSOR].sections == sections
     with pytest.raises(
-        PlacementError, match="the sections have 8 elements along dimension 0, but the full tensor of shape"
+        PlacementError, match="sections of 8 elements in total along dimension 0, but the full tensor of shape"
     ):
         place(part, {M.TENSOR: Shard(0, sections=(6, 2))}, shape=(16, 3))
-    with pytest.raises(PlacementError, match="dimension 0 has sections, so only one mode can shard it"):
+    with pytest.raises(PlacementError, match="has sections in dimension 0, so only one mode can shard this dimension"):
         place(part, {M.TENSOR: Shard(0, sections=(6, 2)), M.DATA: Shard(0)})
 
 

@@ -311,7 +311,7 @@ def test_your_own_stages_are_taken_as_they_are() -> None:
         parts = split(stages)
         assert list(parts) == [first, second]
         assert parts.ties == [(("weight", 0), ("weight", 1))]
-    with pytest.raises(ScheduleError, match="a list of 2 modules is 2 stages"):
+    with pytest.raises(ScheduleError, match="a list of 2 modules already defines 2 stages"):
         split([first, second], num_stages=3)
 
 
@@ -398,12 +398,14 @@ def test_a_forward_pass_that_does_more_than_call_its_layers_is_refused() -> None
         constant: "the input of 'both' is several values, not the output of 'pair'",
         entered: "'embed' is not called with the arguments of the model",
     }.items():
-        with pytest.raises(ScheduleError, match=f"Plain cannot be shown to call its layers.*{why}.*sample="):
+        with pytest.raises(
+            ScheduleError, match=f"nothing shows that forward.* of Plain only calls its layers.*{why}.*sample="
+        ):
             split(Plain(forward), num_stages=2)
-        with pytest.raises(ScheduleError, match="layers of Plain, called in order, give a different result"):
+        with pytest.raises(ScheduleError, match="layers of Plain, called in order, do not give the same result"):
             split(Plain(forward), num_stages=2, sample=x)
     model = Plain(dropped).eval()  # does nothing more in this mode
-    with pytest.raises(ScheduleError, match="layers of Plain, called in order, give a different result"):
+    with pytest.raises(ScheduleError, match="layers of Plain, called in order, do not give the same result"):
         split(model, num_stages=2, sample=x)
     assert not any(module.training for module in model.modules())
     with pytest.raises(ScheduleError, match=r"cannot be traced \(TraceError"):
@@ -440,7 +442,7 @@ def test_a_comparison_leaves_buffers_takes_nans_and_says_who_failed() -> None:
     with pytest.raises(ZeroDivisionError):
         split(Plain(broken), num_stages=2, sample=x)
     with pytest.raises(
-        ScheduleError, match=r"give a different result than its forward pass: they fail \(RuntimeError: mat1"
+        ScheduleError, match=r"do not give the same result as its forward pass: they fail \(RuntimeError: mat1"
     ):
         split(Disordered(as_declared), num_stages=2, sample=x)
 
@@ -485,7 +487,7 @@ def test_a_sequential_with_a_forward_pass_or_hooks_of_its_own_is_looked_at_too()
     for model in (hooked, patched):
         with pytest.raises(ScheduleError, match=r"hooks or a forward\(\)"):
             split(model, num_stages=2)
-        with pytest.raises(ScheduleError, match="give a different result"):
+        with pytest.raises(ScheduleError, match="do not give the same result"):
             split(model, num_stages=2, sample=torch.ones(1, 4))
 
 
@@ -549,25 +551,29 @@ class Empty(Language):
     [
         (sequential(), {"num_stages": 8}, "7 layers cannot make 8 stages"),
         (sequential(), {"num_stages": 0}, "7 layers cannot make 0 stages"),
-        (sequential(), {}, "pass at="),
+        (sequential(), {}, "Pass at="),
         (
             sequential(),
             {"at": ["2.frist"]},
-            r"no layer '2.frist' to split at; layers: 0, 1, 2.first.*Did you mean '2.first'",
+            r"'2\.frist' in at= is not a layer\. The layers are 0, 1, 2\.first.*Did you mean '2.first'",
         ),
         (sequential(), {"at": ["0"]}, "'0' does not come after '0'"),
         (sequential(), {"at": ["3", "2"]}, "'2' does not come after '3'"),
-        (sequential(), {"at": ["3"], "num_stages": 3}, "makes 2 stages, not num_stages=3"),
-        (sequential(), {"num_stages": 2, "balance": "flops"}, "'parameters' or 'time', not 'flops'"),
+        (sequential(), {"at": ["3"], "num_stages": 3}, "makes 2 stages, but num_stages is 3"),
+        (
+            sequential(),
+            {"num_stages": 2, "balance": "flops"},
+            "balance is 'flops'; allowed are 'parameters' and 'time'",
+        ),
         (sequential(), {"num_stages": 2, "balance": "time"}, "pass sample="),
         (nn.Linear(2, 2), {"num_stages": 1}, "the order of the layers of a Linear is not known"),
-        (Lost(), {"num_stages": 2}, "do not hold position"),
-        (Alias(buffer=False), {"num_stages": 2}, "do not hold alias.value;"),
-        (Alias(buffer=True), {"num_stages": 2}, "do not hold alias.value;"),
+        (Lost(), {"num_stages": 2}, "no layer of Lost contains position"),
+        (Alias(buffer=False), {"num_stages": 2}, "no layer of Alias contains alias.value."),
+        (Alias(buffer=True), {"num_stages": 2}, "no layer of Alias contains alias.value."),
         (Misnamed(), {"num_stages": 2}, "no layer 'block.0'. Did you mean 'blocks.0'"),
         (Foreign(), {"num_stages": 1}, "not Linear"),
-        (Nested(), {"num_stages": 2}, "'blocks.0' and, inside it, 'blocks.0.up'"),
-        (Empty(), {"num_stages": 2}, "returned nothing"),
+        (Nested(), {"num_stages": 2}, "'blocks.0' and also 'blocks.0.up'"),
+        (Empty(), {"num_stages": 2}, "returned no layers"),
     ],
 )
 def test_what_cannot_be_cut_is_told(model: nn.Module, options: dict[str, Any], said: str) -> None:

@@ -42,7 +42,7 @@ def test_in_one_process_every_tensor_is_found_once_under_all_its_names():
     assert not any(one.may_be_uneven for one in found)
     assert extra_states(model) == {"_extra_state": 5}
     model.register_state_dict_post_hook(lambda module, state, *_: state.update({"a.bias": state["a.bias"].clone()}))
-    with pytest.raises(CheckpointError, match=r"does not hold the parameters a.bias"):
+    with pytest.raises(CheckpointError, match=r"does not contain the parameters a\.bias"):
         locate_tensors(model, ParallelContext(), "saving")
 
 

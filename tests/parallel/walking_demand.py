@@ -153,8 +153,7 @@ def _stages(tied: Tied | None, own: int) -> tuple[int, ...]:
         return (own,)
     if own not in tied.stages:
         raise PlacementError(
-            f"parameter {tied.key!r} is tied at stages {list(tied.stages)}, but this rank is at stage {own}; "
-            f"place it on the ranks of those stages only",
+            f"parameter {tied.key!r} is tied at stages {list(tied.stages)}, but this rank is at stage {own}. Place the parameter as Tied only on the ranks of stages {list(tied.stages)}.",
             code="C030",
         )
     return tied.stages
@@ -164,8 +163,9 @@ def _check_modes(layout: Layout, placement: Placement) -> None:
     for mode in placement.modes:
         if not layout.has(mode):
             raise PlacementError(
-                f"a parameter is placed on {mode}, which has no groups here; the modes are "
-                f"{listed(known.name for known in layout.modes)}. Add it under `parallel`, or place it on one of these.",
+                f"a parameter is placed on {mode}, but this layout has no groups of {mode}. The modes are "
+                f"{listed(known.name for known in layout.modes)}. Add {mode} under `parallel`, or place the parameter on "
+                f"one of these modes.",
                 code="C030",
             )
     tied = placement.tied

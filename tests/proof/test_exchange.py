@@ -119,7 +119,7 @@ def test_an_object_is_made_without_a_call_and_only_of_what_is_loaded():
     assert unpacked(packed(watched)).value == 7
     for module, name in (("os", "system"), ("subprocess", "Popen"), ("nowhere.loaded", "X"), (__name__, "Evil")):
         text = json.dumps([["object", module, name, [["x", 1]]], []]).encode()
-        with pytest.raises(ParityError, match="which is not a dataclass or named tuple") as caught:
+        with pytest.raises(ParityError, match="but this rank has no dataclass or named tuple") as caught:
             unpacked(bytearray(len(text).to_bytes(8, "little") + text))
         assert caught.value.code == "C116"
 

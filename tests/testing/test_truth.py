@@ -55,7 +55,7 @@ def test_whole_numbers_and_flags_are_compared_too() -> None:
 
 
 def test_holders_of_one_part_must_agree_to_the_bit() -> None:
-    with pytest.raises(RuntimeError, match="same: ranks 0 and 1 store the same shard with different values"):
+    with pytest.raises(RuntimeError, match="ranks 0 and 1 store the same shard of same, but with different values"):
         run_world(2, gathered, True)
 
 

@@ -152,7 +152,7 @@ def test_what_may_be_a_loader():
         for loader in ([0], iter([]), Places(), Endless(), DataLoader([1]), (each for each in [1])):
             read_lengths(loader, gpc)
         for wrong in (torch.zeros(1), {}, TensorDataset(torch.zeros(1)), "text", 3, None, object()):
-            with pytest.raises(ConfigError, match="rank 0: a data loader is an iterable of batches, not a"):
+            with pytest.raises(ConfigError, match="rank 0: a data loader must be an iterable of batches, but it is a"):
                 read_lengths(wrong, gpc)
 
 

@@ -33,7 +33,7 @@ def test_the_samples_of_a_loader_are_known_beforehand():
     assert _indices(DataLoader(ROWS, None)) is None
     assert _indices(DataLoader(dict.fromkeys("abcde", 1), 2, sampler=Named())) is None  # type: ignore[arg-type]
     for sampler in (RandomSampler(ROWS), WeightedRandomSampler([1.0] * 5, 5)):
-        with pytest.raises(ConfigError, match=r"^predict returns outputs in dataset order; use a loader with"):
+        with pytest.raises(ConfigError, match=r"^predict returns outputs in dataset order, so it needs a loader with"):
             _indices(DataLoader(ROWS, 2, sampler=sampler))
     assert _indices(DataLoader(ROWS, 2, sampler=SequentialSampler(ROWS))).tolist() == ROWS
 

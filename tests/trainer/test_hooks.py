@@ -159,7 +159,7 @@ def test_hooks_come_from_configs():
         build_hook({"type": "LRSchedulerHook"})
     with pytest.raises(ConfigError, match="dict"):
         build_hook({"priority": 3})
-    with pytest.raises(ConfigError, match="a hook must inherit BaseHook"):
+    with pytest.raises(ConfigError, match="a hook must be an object that inherits BaseHook"):
         build_hook(LRSchedulerHook)  # type: ignore[arg-type]
 
 

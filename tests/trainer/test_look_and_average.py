@@ -177,15 +177,15 @@ def test_a_decay_is_from_0_to_below_1():
         with pytest.raises(ConfigError) as error:
             EMAHook(decay)
         assert str(error.value).startswith(
-            f"EMAHook: decay must be at least 0 and below 1, such as 0.999, not {decay!r}"
+            f"EMAHook got decay={decay!r}; it must be at least 0 and less than 1, such as 0.999"
         )
 
 
 def test_what_they_refuse():
-    with pytest.raises(ConfigError, match="interval must be an int >= 1"):
+    with pytest.raises(ConfigError, match=r"interval is .*; it must be an int >= 1"):
         EvaluateHook([], 0)
     for steps, skip in ((0, 0), (-1, 0), (1, -1)):
-        with pytest.raises(ConfigError, match=f"^ProfilerHook: steps={steps} must be an int >= 1, skip={skip} an int"):
+        with pytest.raises(ConfigError, match=f"^ProfilerHook got steps={steps} and skip={skip}; steps must be an int"):
             ProfilerHook("trace", steps, skip)
 
 

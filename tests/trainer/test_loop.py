@@ -138,8 +138,8 @@ def test_limits_are_whole_numbers_from_1_on(name):
     for wrong in (0, -1, 1.5, True, "2"):
         with pytest.raises(ConfigError) as error:
             made.fit([], **{"epochs": 1, name: wrong})
-        assert str(error.value).startswith(f"{name} must be an int >= 1, not {wrong!r}")
-    with pytest.raises(ConfigError, match=r"^fit would never end; give epochs= or max_steps="):
+        assert str(error.value).startswith(f"{name} is {wrong!r}; it must be an int >= 1")
+    with pytest.raises(ConfigError, match=r"^fit needs an end\. Pass epochs= or max_steps="):
         made.fit([])
 
 

@@ -214,5 +214,5 @@ def test_a_metric_is_copied_or_made_and_sees_outputs_without_their_graph():
 def test_a_metric_gives_one_number():
     assert [metrics._number(value) for value in (2, torch.tensor(3.0), torch.tensor([4.0]))] == [2.0, 3.0, 4.0]
     for wrong in (torch.ones(2), torch.ones(0)):
-        with pytest.raises(ConfigError, match="a metric must return one number, not a tensor of shape"):
+        with pytest.raises(ConfigError, match="a metric must return one number, but it returned a tensor of shape"):
             metrics._number(wrong)

@@ -75,8 +75,8 @@ class Action(NamedTuple):
         found = _ACTION.fullmatch(text.strip())
         if found is None:
             raise ScheduleError(
-                f"{text!r} is not an action. Write stage, kind, micro-batch, as in 2F0: "
-                "F forward, B backward, I input gradient, W weight gradient.",
+                f"{text!r} is not an action. Write stage, kind and micro-batch, such as 2F0. The kinds are F "
+                "(forward), B (backward), I (input gradient) and W (weight gradient).",
                 code="C051",
             )
         return cls(int(found[1]), Kind(found[2]), int(found[3]))
@@ -105,7 +105,8 @@ def parse_table(rows: Mapping[int, Row] | Sequence[Row]) -> Table:
         table[rank] = [action for cell in cells for action in _parse_cell(cell)]
     if sorted(table) != list(range(len(table))) or not table:
         raise ScheduleError(
-            f"a table needs one row for each pipeline rank 0..p-1; this one has rows for: {listed(table)}", code="C051"
+            f"a table needs one row for each pipeline rank, numbered from 0. This table has rows for {listed(table)}.",
+            code="C051",
         )
     return dict(sorted(table.items()))
 

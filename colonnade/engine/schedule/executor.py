@@ -61,7 +61,7 @@ ForwardHook: TypeAlias = Callable[[int, nn.Module, Any, MicroBatch], Any]
 
 _CPU = torch.device("cpu")
 _ENDED = (
-    "the data iterator has ended on this rank but not on all ranks of the pipeline, which need the same number of batches. "
+    "the data iterator has ended on this rank, but not on all ranks of the pipeline. All of them need the same number of batches. "
     + SAME_BATCHES_ADVICE
 )
 _numbers: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
@@ -233,8 +233,9 @@ class Executor:
             stages = facts.stages_of(self.rank)
             if len(stages) != len(self.chunks):
                 raise ScheduleError(
-                    f"this table gives pipeline rank {self.rank} the stages {listed(stages)}, but it has {len(self.chunks)} "
-                    "stage module(s). Pass one module per stage (nn.ModuleList), or change num_chunks.",
+                    f"this table gives pipeline rank {self.rank} the stages {listed(stages)}, but rank {self.rank} "
+                    f"has {len(self.chunks)} stage module(s). Pass one module for each stage (nn.ModuleList), or "
+                    "change num_chunks.",
                     code="C051",
                 )
         except ScheduleError as error:
@@ -297,8 +298,8 @@ class Executor:
         """
         if self._failure:  # messages of the failed step are still in flight; this step would take them for its own
             raise ScheduleError(
-                f"this pipeline stopped in an earlier step ({self._failure}) and cannot go on. Build a new engine in new "
-                f"processes, and load the last checkpoint.",
+                f"this pipeline stopped in an earlier step ({self._failure}) and cannot continue. Start new "
+                "processes, build a new engine, and load the last checkpoint.",
                 code="C054",
             )
         expected = self.facts.num_microbatches
@@ -383,8 +384,9 @@ class Executor:
                 found = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
                 if expected is not None and found != expected:
                     raise ScheduleError(
-                        f"tensor_shape={expected} is set for the values between stages, but stage {stage} returned {found}. "
-                        f"Correct it, or leave tensor_shape out: shapes are sent along and may vary.",
+                        f"tensor_shape={expected} is set for the values between stages, but stage {stage} returned "
+                        f"{found}. Correct tensor_shape or leave it out. Without it, stages send the shapes, and "
+                        "shapes may vary.",
                         code="C052",
                     )
                 # The number of rows of the first stage's data goes along: the last stage compares it with its labels.
@@ -404,8 +406,9 @@ class Executor:
         fed, here = step.rows[micro_batch.index], micro_batch.rows
         if fed is not None and here is not None and fed != here:
             raise ScheduleError(
-                f"micro-batch {micro_batch.index} has {fed} rows on the first stage of the pipeline and {here} on the last, "
-                f"so the labels belong to other rows: all ranks of a pipeline must be given the same batches. {SAME_BATCHES_ADVICE}",
+                f"micro-batch {micro_batch.index} has {fed} rows on the first stage of the pipeline and {here} on "
+                "the last, so the labels belong to other rows. Give all ranks of a pipeline the same batches. "
+                f"{SAME_BATCHES_ADVICE}",
                 code="C052",
             )
         if not micro_batch.counts:  # a copy that fills up a short batch

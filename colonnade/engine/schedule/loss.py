@@ -49,7 +49,8 @@ def split_loss(loss: Any, implicit: bool = True) -> tuple[Tensor, Count | None]:
     if isinstance(loss, (tuple, list)):
         if len(loss) != 2 or not isinstance(loss[0], Tensor):
             raise GradientError(
-                f"a loss must be a scalar tensor (a mean) or (sum, count), not a {type(loss).__name__} of {len(loss)}",
+                f"a loss must be a scalar tensor (a mean) or (sum, count), but the loss is a {type(loss).__name__} "
+                f"of length {len(loss)}",
                 code="C045",
             )
         return _scalar(loss[0]), _checked_count(loss[1])
@@ -128,10 +129,10 @@ class MeanWatch:
 
 
 _MEAN_OF_MEANS = (
-    "the loss is computed from a mean cross-entropy with ignored labels. Ranks, passes and micro-batches ignore different numbers "
-    "of labels, so the mean of their means is not the mean over the batch. Return the loss as (sum, count): "
-    "(F.cross_entropy(..., reduction='sum') + added * count, count), where count is the number of labels that are not ignored and "
-    "added is the term that you add to the mean (logged once)"
+    "the loss is computed from a mean cross-entropy with ignored labels. Ranks, passes and micro-batches ignore "
+    "different numbers of labels, so the mean of their means is not the mean over the batch. Return the loss as "
+    "(sum, count): (F.cross_entropy(..., reduction='sum') + added * count, count). Here count is the number of "
+    "labels that are not ignored. If you add a term to the mean, added is this term (logged once)."
 )
 
 
@@ -160,9 +161,10 @@ class DivisionWatch:
         if times in self._keys and times not in rows:
             self._looks = 0
             get_dist_logger().warning(
-                f"the loss was divided by {times:g} just before backward, and {self._keys[times]}={times:g} divides it by {times:g} "
-                f"again: gradients and losses are then {times:g} times too small. Leave `loss / {times:g}` out; if the numbers are "
-                f"equal only by chance, divide before the last operation (logged once)",
+                f"the loss was divided by {times:g} just before backward, and {self._keys[times]}={times:g} divides "
+                f"it by {times:g} again. Gradients and losses are then {times:g} times too small. Leave `loss / "
+                f"{times:g}` out. If the two numbers are equal only by chance, divide before the last operation "
+                "(logged once).",
                 ranks=self._ranks,
             )
 
@@ -218,12 +220,16 @@ class LossForm:
         """Record the form of this loss, a mean or (sum, count). Raises GradientError if earlier losses had the other form."""
         if counted and not self._allow_counts:
             raise GradientError(
-                "a loss given as (sum, count) is shared with all ranks: leave out loss_everywhere=False", code="C045"
+                "loss_everywhere=False is not possible with a loss given as (sum, count), because all ranks get its "
+                "value. Leave loss_everywhere out.",
+                code="C045",
             )
         if self.counted is not None and self.counted != counted:
             forms = {True: "(sum, count)", False: "a mean"}
             raise GradientError(
-                f"the loss was {forms[not counted]} before and is {forms[counted]} now; {USE_ONE_FORM}", code="C045"
+                f"the loss was {forms[not counted]} before and is {forms[counted]} now. To correct this, "
+                f"{USE_ONE_FORM}",
+                code="C045",
             )
         self.counted = counted
 
@@ -237,8 +243,8 @@ def _checked_count(count: Any) -> Count:
     elif isinstance(count, (int, float)) and math.isfinite(count) and count >= 0:
         return count
     raise GradientError(
-        f"the count of a loss given as (sum, count) must be a number from 0 on, as an int, a float or a tensor of one element, "
-        f"not {count!r}; it is the number of samples or tokens in the sum",
+        f"the count of a loss given as (sum, count) is {count!r}. Pass the number of samples or tokens in the sum, 0 "
+        "or larger. Allowed are an int, a float and a tensor of one element.",
         code="C045",
     )
 
@@ -261,7 +267,10 @@ def _is_number(value: Any) -> bool:
 def _scalar(loss: Any) -> Tensor:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise GradientError(f"a loss must be one number, not {found}: return its mean, or (sum, count)", code="C045")
+        raise GradientError(
+            f"a loss must be one number, but the loss is {found}. Return the mean of the loss, or (sum, count).",
+            code="C045",
+        )
     return loss
 
 
@@ -278,9 +287,9 @@ def call_criterion(criterion: Any, output: Any, label: Any) -> Any:
         loss = own_loss(output)
         if loss is None:
             raise ScheduleError(
-                f"the loss is unknown: the engine has no criterion, and the model returned {format_value(output)}; pass criterion= to "
-                f"initialize, or let the model return its loss: a scalar, dict(loss=...) or (loss, ...). A Hugging Face model "
-                f"computes it if the batch is a dict with 'labels'",
+                f"the loss is unknown, because the engine has no criterion and the model returned {format_value(output)}. Pass criterion= to "
+                f"initialize, or let the model return its loss as a scalar, dict(loss=...) or (loss, ...). A Hugging Face model "
+                f"computes the loss if the batch is a dict with 'labels'.",
                 code="C045",
             )
         return loss
@@ -309,8 +318,9 @@ def _loss_of(criterion: Any, output: Any, label: Any) -> Any:
                 raise
             name = getattr(criterion, "__name__", type(criterion).__name__)
             raise ScheduleError(
-                f"{name} takes {needed} arguments, and there is no label: a batch must be (data, label), or a dict with "
-                f"'labels'; for other batches pass data_process_func=lambda batch: (data, label) to the schedule",
+                f"{name} takes {needed} arguments, but the batch has no label. Let the data loader return (data, "
+                "label), or a dict with 'labels'. For other batches pass data_process_func=lambda batch: (data, "
+                "label) to the schedule.",
                 code="C045",
             ) from error
     if isinstance(label, dict):
@@ -332,14 +342,15 @@ def _called(
         if takes is None or several == 1 or given <= len(required_arguments(criterion)):  # the criterion's own error
             raise
         reason = (
-            f"{'the model returned' if len(outputs) > 1 else 'the label is'} {several} values, each a separate argument of the "
-            f"criterion (outputs first, then labels). Use a criterion that takes them, such as lambda "
-            f"{', '.join([*_names(len(outputs), len(labels)), *named])}: ..., or let the model return one value"
+            f"{'the model returned' if len(outputs) > 1 else 'the label is'} {several} values, and each is a "
+            "separate argument of the criterion (outputs first, then labels). Let the model return one value, or "
+            "use a criterion that takes them all, such as lambda "
+            f"{', '.join([*_names(len(outputs), len(labels)), *named])}: ..."
         )
         name = getattr(criterion, "__name__", type(criterion).__name__)
         if isinstance(error, TypeError) and given > takes:
             raise ScheduleError(
-                f"{name} takes at most {takes} arguments, and was given {given}: {reason}", code="C045"
+                f"{name} takes at most {takes} arguments, but {given} were given: {reason}", code="C045"
             ) from error
         # A value may have been taken for an option, such as the weight of F.cross_entropy.
         if not isinstance(error, torch.OutOfMemoryError):

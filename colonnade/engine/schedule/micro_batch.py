@@ -65,8 +65,9 @@ def split_into_micro_batches(data: Any, label: Any, count: int, fill: bool = Fal
         ]
     if rows == 0:
         raise ScheduleError(
-            "a batch of 0 rows cannot be split: a pipeline needs at least one row in each micro-batch. Skip such batches on all ranks of "
-            "the pipeline (`if len(data)`), or check the sampler or filter that made it",
+            "a batch of 0 rows cannot be split, because a pipeline needs at least one row in each micro-batch. Skip "
+            "empty batches on all ranks of the pipeline (`if len(data)`). Or correct the sampler or filter that made "
+            "the empty batch.",
             code="C052",
         )
     if rows < count:
@@ -115,8 +116,9 @@ def _rows(data: Any, label: Any) -> int:
     if len(set(sizes.values())) > 1:
         found = ", ".join(f"{name} has {size}" for name, size in sizes.items())
         raise ScheduleError(
-            "the tensors of a batch are split along dimension 0 and must have the same number of rows: "
-            f"{found}. Make a tensor that belongs to all rows a buffer of the model, or pass it as a non-tensor.",
+            f"the tensors of a batch have different numbers of rows: {found}. They are split along dimension 0 and "
+            "must have the same number of rows. If a tensor belongs to all rows, make it a buffer of the model, or "
+            "pass it as a non-tensor.",
             code="C052",
         )
     return next(iter(sizes.values()))

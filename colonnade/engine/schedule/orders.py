@@ -277,8 +277,8 @@ def dualpipe_v(num_ranks: int, num_microbatches: int) -> Table:
     """
     if num_microbatches < 2 * num_ranks:
         raise ScheduleError(
-            f"dualpipe_v on {num_ranks} ranks needs at least {2 * num_ranks} micro-batches, not "
-            f"{num_microbatches}. Raise num_microbatches, or use order='zb_v', which takes any number.",
+            f"dualpipe_v on {num_ranks} ranks needs at least {2 * num_ranks} micro-batches, but num_microbatches is "
+            f"{num_microbatches}. Increase num_microbatches, or use order='zb_v', which takes any number.",
             code="C051",
         )
     table: Table = {}

@@ -268,7 +268,7 @@ class Costs:
 
     def __post_init__(self) -> None:
         if min(self.forward, self.input, self.weight) <= 0 or self.transfer < 0:
-            raise ScheduleError(f"costs must be above 0 (transfer: 0 or more), not {self}", code="C051")
+            raise ScheduleError(f"costs must be above 0, and transfer must be 0 or more; they are {self}", code="C051")
 
     def __call__(self, action: Action) -> float:
         return {

@@ -117,7 +117,7 @@ class BaseSchedule(ABC):
         """Load the next batch and return (data, label), on the engine's device if `to_gpu`."""
         if data_iter is None:
             raise ScheduleError(
-                "this schedule needs a data iterator on this rank, but got None; pass iter(dataloader)", code="C051"
+                "this schedule needs a data iterator on this rank, but got None. Pass iter(dataloader).", code="C051"
             )
         batch = next(data_iter)
         data, label = self.unpack_batch(batch)
@@ -144,8 +144,8 @@ class BaseSchedule(ABC):
             return batch, None
         length = f" of {len(batch)}" if isinstance(batch, (list, tuple)) else ""
         raise ScheduleError(
-            f"a batch must be (data, label), a dict or a tensor, not a {type(batch).__name__}{length}; "
-            f"pass data_process_func=lambda batch: (data, label) to the schedule",
+            "a batch must be (data, label), a dict or a tensor, but the loader returned a "
+            f"{type(batch).__name__}{length}. Pass data_process_func=lambda batch: (data, label) to the schedule.",
             code="C051",
         )
 
@@ -154,8 +154,8 @@ def checked_result(schedule: BaseSchedule, result: Any) -> StepResult:
     """Return the result of `forward_back_step`; raises if it is not (output, label, loss)."""
     if not isinstance(result, (tuple, list)) or len(result) != 3:
         raise ScheduleError(
-            f"{type(schedule).__name__}.forward_back_step() returned {format_value(result)}; it must return (output, label, "
-            f"loss), each None if not asked for or not known on this rank",
+            f"{type(schedule).__name__}.forward_back_step() returned {format_value(result)}. Return (output, label, "
+            "loss), and use None for each value that is not requested or not known on this rank.",
             code="C051",
         )
     output, label, loss = result

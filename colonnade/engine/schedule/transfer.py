@@ -124,8 +124,8 @@ def _encode(value: Any, name: str, tensors: list[Tensor]) -> Any:
     if isinstance(value, Tensor):
         if type(value) not in _TENSORS or value.layout != torch.strided or value.is_quantized:
             raise ScheduleError(
-                f"{name} is a {type(value).__name__} of layout {value.layout}; only plain dense tensors can be sent to another "
-                "stage. Convert it in the stage (a DTensor: to_local()).",
+                f"{name} is a {type(value).__name__} with layout {value.layout}. Only plain dense tensors can be "
+                "sent to another stage. Convert it in the stage; for a DTensor, call to_local().",
                 code="C053",
             )
         tensors.append(value)
@@ -138,8 +138,8 @@ def _encode(value: Any, name: str, tensors: list[Tensor]) -> Any:
         for key in value:
             if type(key) not in _PLAIN:
                 raise ScheduleError(
-                    f"{name} has the key {key!r}, a {type(key).__name__}; dicts that are sent to another stage need strings or "
-                    "numbers as keys",
+                    f"{name} has the key {key!r} of type {type(key).__name__}. A dict that is sent to another stage "
+                    "needs strings or numbers as keys.",
                     code="C053",
                 )
         # Pairs, not a JSON object, whose keys could only be strings.
@@ -229,7 +229,7 @@ class Wire:
         self.device = device if backends.get(device.type, "gloo") != "gloo" else torch.device("cpu")
         if self.device.type not in backends:
             raise ScheduleError(
-                f"the process group for transfers moves {listed(backends)} memory, but it must also move "
+                f"the process group for transfers supports {listed(backends)} memory, but transfers also need "
                 f"{self.device.type} memory. Create the group with backend='{with_cpu(group)}'.",
                 code="C051",
             )
@@ -288,7 +288,7 @@ def wait(pending: Pending, at_most: timedelta | None = None) -> None:
 def _started(work: dist.Work | None) -> dist.Work:
     if work is None:
         raise ScheduleError(
-            "this rank is not in the given process group; pass the pipeline group of this rank", code="C051"
+            "this rank is not in the given process group. Pass the pipeline group of this rank.", code="C051"
         )
     return work
 

@@ -61,8 +61,9 @@ class Arrangement(ABC):
         self.multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear
         if sequence_split and not self.splits_sequence:
             raise ConfigError(
-                f"sequence_split=True: {type(self).__name__} already shards activations between blocks; sequence_split is for "
-                f"mode '1d', which replicates them"
+                f"{type(self).__name__} does not support sequence_split=True, because it already shards activations "
+                "between blocks. Remove sequence_split, or use mode '1d', which replicates activations between "
+                "blocks."
             )
         self.sequence_split = sequence_split
 
@@ -90,8 +91,8 @@ class Arrangement(ABC):
         Raises for schemes that do not multiply by single blocks, such as SUMMA.
         """
         raise PlacementError(
-            f"{type(self).__name__} does not multiply a full input by one block of the weight; use mode '1d' or a "
-            f"layer that supports this mode"
+            f"{type(self).__name__} does not multiply a full input by one block of the weight. Use mode '1d', or a "
+            "layer that supports the current mode."
         )
 
     @property
@@ -211,7 +212,7 @@ def arrange(context: ParallelContext | None = None, sequence_split: bool | None 
         return Whole(context, bool(wanted))
     built = ARRANGEMENT.get_module(mode)(context, bool(wanted))
     if not isinstance(built, Arrangement):
-        raise PlacementError(f"the arrangement of mode {mode!r} is {built!r}; inherit colonnade.nn.layer.Arrangement")
+        raise PlacementError(f"the arrangement of mode {mode!r} is {built!r}. Inherit colonnade.nn.layer.Arrangement.")
     return built
 
 

@@ -52,17 +52,21 @@ class Rotary:
         device: torch.device | None = None,
     ) -> None:
         if head_size % 2:
-            raise ConfigError(f"rotary positions rotate pairs, but head_size={head_size} is odd; choose an even size")
+            raise ConfigError(
+                f"head_size is {head_size}, but rotary positions rotate pairs and need an even size. Choose an even "
+                "size."
+            )
         if scaling:
             kind = scaling.get("rope_type")
             if kind not in _SCALING:
                 raise ConfigError(
-                    f"rotary scaling: unknown rope_type={kind!r}; allowed are {listed(_SCALING)}, or no scaling"
+                    f"rotary scaling got rope_type={kind!r}; allowed are {listed(_SCALING)}, or no scaling"
                 )
             keys = {"rope_type", *_SCALING[kind]}
             if {*scaling} != keys:
                 raise ConfigError(
-                    f"rotary scaling {kind!r} takes exactly {listed(sorted(keys))}; given: {dict(scaling)}"
+                    f"rotary scaling {kind!r} takes exactly the keys {listed(sorted(keys))}, but the given keys are "
+                    f"{dict(scaling)}"
                 )
         self.head_size, self.theta, self.scaling = head_size, theta, dict(scaling or {})
         self._tables: dict[torch.device, Tensor] = {}
@@ -172,11 +176,14 @@ class SelfAttention(nn.Module):
         kv_heads = kv_heads or heads
         if (head_size is None and hidden % heads) or heads % kv_heads:
             raise ConfigError(
-                f"hidden={hidden} must be a multiple of heads={heads}, and heads of kv_heads={kv_heads}; choose numbers that "
-                f"divide each other"
+                f"hidden is {hidden}, heads is {heads} and kv_heads is {kv_heads}. Choose hidden as a multiple of "
+                "heads, and heads as a multiple of kv_heads."
             )
         if over not in ("ring", "ulysses") or (balanced and over != "ring"):
-            raise ConfigError(f"over={over!r}: allowed are 'ring' and 'ulysses'; balanced={balanced} needs 'ring'")
+            raise ConfigError(
+                f"attention got over={over!r} and balanced={balanced}. Allowed for over are 'ring' and 'ulysses'; "
+                "balanced requires 'ring'."
+            )
         self.head_size, self.causal, self.over, self.balanced = head_size or hidden // heads, causal, over, balanced
         self.rotary, self.qk_norm, width = rotary, qk_norm, self.head_size * heads
         self.window, self.dropout, self.is_split_over_ranks = window, dropout, sequence_rank(here.context)[0] > 1
@@ -187,7 +194,7 @@ class SelfAttention(nn.Module):
         if min(here.hidden_sizes(width, "inner", unit)) == 0:
             few = f"heads={heads}" if kv_heads == heads else f"kv_heads={kv_heads}"
             raise ConfigError(
-                f"{few}: some ranks of {here.inner.hidden} would have no heads; use fewer ranks", code="C032"
+                f"{few} leaves some ranks of {here.inner.hidden} without heads. Use fewer ranks.", code="C032"
             )
         options: dict[str, Any] = {"arrangement": here, "device": device, "dtype": dtype}
         joint: nn.Linear | None = None
@@ -215,7 +222,8 @@ class SelfAttention(nn.Module):
         """
         if module.in_proj_weight is None or module.bias_k is not None or module.add_zero_attn:
             raise ConfigError(
-                "SelfAttention.from_module supports only kdim = vdim = embed_dim, without bias_kv and zero_attn"
+                "SelfAttention.from_module supports only attention with kdim = vdim = embed_dim, without bias_kv and "
+                "without zero_attn"
             )
         return cls(
             module.embed_dim,
@@ -276,8 +284,8 @@ class SelfAttention(nn.Module):
             if self.is_split_over_ranks or self.window is not None or documents is not None:
                 if mask is not None:
                     raise ConfigError(
-                        "attention with context parallelism, a window or documents takes no mask; use causal=True, or leave "
-                        "it out"
+                        "a mask is not supported with context parallelism, a window or documents. Use causal=True, "
+                        "or leave the mask out."
                     )
                 options: dict[str, Any] = {"window": self.window, "documents": documents, "dropout": dropout}
                 options |= {"causal": self.causal, "lengths": lengths, "context": here.context}

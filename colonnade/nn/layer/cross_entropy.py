@@ -50,9 +50,9 @@ class CrossEntropyLoss(nn.Module):
     ) -> None:
         super().__init__()
         if reduction not in get_args(Reduction):
-            raise ConfigError(f"reduction={reduction!r}: allowed are {listed(get_args(Reduction))}")
+            raise ConfigError(f"reduction is {reduction!r}; allowed are {listed(get_args(Reduction))}")
         if not 0.0 <= label_smoothing <= 1.0:
-            raise ConfigError(f"label_smoothing={label_smoothing}: must be from 0 to 1")
+            raise ConfigError(f"label_smoothing is {label_smoothing}; it must be from 0 to 1")
         self.arrangement = arrangement or arrange()
         self.ignore_index, self.reduction, self.label_smoothing = ignore_index, reduction, label_smoothing
 
@@ -60,7 +60,7 @@ class CrossEntropyLoss(nn.Module):
     def from_module(cls, module: nn.CrossEntropyLoss, *, arrangement: Arrangement | None = None) -> CrossEntropyLoss:
         """Make the equivalent of a torch.nn.CrossEntropyLoss without class weights."""
         if module.weight is not None:
-            raise ConfigError("class weights are not supported; leave out `weight`")
+            raise ConfigError("class weights are not supported. Leave `weight` out.")
         reduction: Reduction = module.reduction  # type: ignore[assignment]
         return cls(module.ignore_index, reduction, module.label_smoothing, arrangement=arrangement)
 
@@ -71,8 +71,9 @@ class CrossEntropyLoss(nn.Module):
         local_labels = partition_input(labels, sequence=None, hidden=None, side="inner", arrangement=self.arrangement)
         if local_labels.shape != logits.shape[:-1]:
             raise ConfigError(
-                f"labels of shape {tuple(labels.shape)} (here {tuple(local_labels.shape)}) do not fit logits of shape "
-                f"{tuple(logits.shape)} here: pass full labels with the dimensions of the logits except the last"
+                f"labels have shape {tuple(labels.shape)} ({tuple(local_labels.shape)} on this rank), but logits "
+                f"have shape {tuple(logits.shape)} on this rank. Pass full labels. Their shape must be the shape of "
+                "the logits without the last dimension."
             )
         counted = local_labels != self.ignore_index
         targets = local_labels.masked_fill(~counted, 0)
@@ -142,8 +143,8 @@ def zero_if_known(labels: Tensor, counted: Tensor, classes: Tensor) -> Tensor:
     unknown = counted & ((labels < 0) | (labels >= classes))
     if labels.device.type == "cpu" and not torch.compiler.is_compiling() and unknown.any():
         raise ConfigError(
-            f"label {labels[unknown][0].item()} is not one of the {classes.item()} classes (0 to {classes.item() - 1}); mark "
-            f"labels that do not count with the loss's ignore_index"
+            f"label {labels[unknown][0].item()} is not one of the {classes.item()} classes (0 to "
+            f"{classes.item() - 1}). Use the loss's ignore_index for labels that do not count."
         )
     return torch.where(unknown.any(), torch.nan, 0.0)
 
@@ -178,15 +179,16 @@ class LinearCrossEntropyLoss(CrossEntropyLoss):
         super().__init__(ignore_index, reduction, label_smoothing, arrangement=arrangement)
         if reduction == "none":
             raise ConfigError(
-                "LinearCrossEntropyLoss(reduction='none'): gradients are computed for the sum of the losses; allowed are "
-                "'mean', 'sum' and 'sum_and_count'. For losses per token use CrossEntropyLoss on the logits"
+                "LinearCrossEntropyLoss does not support reduction='none', because it computes gradients for the sum "
+                "of the losses. Allowed are 'mean', 'sum' and 'sum_and_count'. For losses per token use "
+                "CrossEntropyLoss on the logits."
             )
         if chunk < 1:
-            raise ConfigError(f"LinearCrossEntropyLoss(chunk={chunk}): must be 1 token or more")
+            raise ConfigError(f"LinearCrossEntropyLoss got chunk={chunk}; it must be at least 1 token")
         if type(self.arrangement).enter is Arrangement.enter:
             raise ConfigError(
-                f"LinearCrossEntropyLoss needs a replicated vocabulary or tensor mode '1d', not "
-                f"{type(self.arrangement).__name__}; use CrossEntropyLoss on the logits of the Classifier"
+                "LinearCrossEntropyLoss needs a replicated vocabulary or tensor mode '1d', but the arrangement is "
+                f"{type(self.arrangement).__name__}. Use CrossEntropyLoss on the logits of the Classifier."
             )
         self.chunk = chunk
 
@@ -201,17 +203,18 @@ class LinearCrossEntropyLoss(CrossEntropyLoss):
         here = self.arrangement
         if is_dtensor(weight):
             raise PlacementError(
-                "LinearCrossEntropyLoss got a DTensor as weight, but takes the gathered weight inside a forward pass: at "
-                "ZeRO stage 3, return the weight from the module that is gathered (`zero.wrap`), and set "
-                "keeps_gathered=True on that module"
+                "LinearCrossEntropyLoss got a DTensor as weight, but needs the gathered weight inside a forward "
+                "pass. At ZeRO stage 3, return the weight from the module that is gathered (`zero.wrap`). Set "
+                "keeps_gathered=True on that module."
             )
         check_input(self, here, hidden, "outer")
         entered = here.enter(hidden)
         if labels.shape != entered.shape[:-1] or weight.dim() != 2 or weight.shape[1] != entered.shape[-1]:
             raise PlacementError(
-                f"labels of shape {tuple(labels.shape)}, activations of shape {tuple(entered.shape)} and a weight of shape "
-                f"{tuple(weight.shape)} do not fit: pass full labels with the dimensions of the activations except the "
-                f"last, which must be the second one of the weight"
+                f"labels have shape {tuple(labels.shape)}, activations have shape {tuple(entered.shape)}, and the "
+                f"weight has shape {tuple(weight.shape)}. The labels must have the shape of the activations without "
+                "the last dimension. The last dimension of the activations must equal the second dimension of the "
+                "weight. Pass full labels, not a shard."
             )
         mode = here.inner.hidden
         members = None if mode is None else members_of(mode, here.context)

@@ -134,8 +134,8 @@ class RMSNorm(_Norm):
 def _one_dimension(module: nn.LayerNorm | nn.RMSNorm) -> int:
     if len(module.normalized_shape) != 1:
         raise ConfigError(
-            f"a norm over the dimensions {tuple(module.normalized_shape)} cannot be converted; only a norm over the last "
-            f"dimension can"
+            f"a norm over the dimensions {tuple(module.normalized_shape)} cannot be converted. Only a norm over the "
+            "last dimension can be converted."
         )
     (size,) = module.normalized_shape
     return int(size)

@@ -66,15 +66,22 @@ class Linear(nn.Module):
     ) -> None:
         super().__init__()
         if split not in ("column", "row"):
-            raise ConfigError(f"Linear(split={split!r}): allowed are 'column' and 'row'")
+            raise ConfigError(f"Linear got split={split!r}; allowed are 'column' and 'row'")
         if split == "row" and gather_output:
-            raise ConfigError("Linear(split='row', gather_output=True): the output of a row weight is already full")
+            raise ConfigError(
+                "Linear(split='row') does not support gather_output=True, because its output is already full. Leave "
+                "gather_output out."
+            )
         if split == "column" and not input_is_parallel:
             raise ConfigError(
-                "Linear(split='column', input_is_parallel=False): a column weight always takes a full input; leave it out"
+                "Linear(split='column') does not support input_is_parallel=False, because a column weight always "
+                "takes a full input. Leave input_is_parallel out."
             )
         if parts > 1 and (split == "row" or gather_output):
-            raise ConfigError(f"Linear(parts={parts}): several weights in one need split='column', gather_output=False")
+            raise ConfigError(
+                f"Linear got parts={parts}, but several weights in one tensor require split='column' and "
+                "gather_output=False"
+            )
         here = self.arrangement = arrangement or arrange()
         self.in_features, self.out_features, self.parts, self.unit = in_features, out_features, parts, unit
         self.split, self.gather_output, self.input_is_parallel = split, gather_output, input_is_parallel
@@ -98,7 +105,10 @@ class Linear(nn.Module):
         weight=embedding.weight). `initialize` raises for a model in which such a tie was lost.
         """
         if module.out_features % parts:
-            raise ConfigError(f"out_features={module.out_features} is not divisible into parts={parts} equal parts")
+            raise ConfigError(
+                f"out_features is {module.out_features}, which cannot be divided into {parts} equal parts. Choose "
+                "another number of parts."
+            )
         if parts > 1:
             options["parts"] = parts
         features = module.in_features, module.out_features // parts
@@ -156,7 +166,7 @@ class Classifier(Linear):
             if weight.shape != self.weight.shape:
                 raise ConfigError(
                     f"a weight of shape {tuple(weight.shape)} cannot be tied to a classifier with a weight of shape "
-                    f"{tuple(self.weight.shape)}; pass the weight of Embedding({out_features}, {in_features})"
+                    f"{tuple(self.weight.shape)}. Pass the weight of Embedding({out_features}, {in_features})."
                 )
             self.weight = weight
 
@@ -192,7 +202,7 @@ class MLP(nn.Module):
         """Make this rank's shard of an nn.Sequential(Linear, activation, Linear) with the same weights on every rank."""
         layers: tuple[Any, ...] = tuple(module)
         if [isinstance(layer, nn.Linear) for layer in layers] != [True, False, True]:
-            raise ConfigError(f"MLP.from_module takes nn.Sequential(Linear, activation, Linear), not {module}")
+            raise ConfigError(f"MLP.from_module takes nn.Sequential(Linear, activation, Linear), but got {module}")
         up, activation, down = layers
         return cls(up.in_features, up.out_features, activation=activation, arrangement=arrangement, source=(up, down))
 
@@ -253,7 +263,10 @@ class Embedding(nn.Module):
         Pass its weight to the layer that shares the weight: Classifier.from_module(head, weight=embedding.weight).
         """
         if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
-            raise ConfigError("an Embedding with max_norm, scale_grad_by_freq or sparse gradients cannot be sharded")
+            raise ConfigError(
+                "an Embedding with max_norm, scale_grad_by_freq or sparse gradients cannot be sharded. Turn these "
+                "options off, or replicate the embedding."
+            )
         return cls(module.num_embeddings, module.embedding_dim, arrangement=arrangement, source=module)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -312,7 +325,8 @@ class PositionEmbedding(HiddenParameter):
         length = self.length if length is None else length
         if length > self.length:
             raise ConfigError(
-                f"a sequence of length {length} is longer than PositionEmbedding(length={self.length}); choose a larger length"
+                f"a sequence of length {length} is longer than PositionEmbedding(length={self.length}). Choose a "
+                "larger length."
             )
         here = self.arrangement
         mode = here.outer.sequence

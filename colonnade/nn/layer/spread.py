@@ -119,8 +119,8 @@ def shard_sizes(
     units = f"{length // unit} x {unit}" if unit > 1 else f"{length}"
     if length % unit or (even and (length // unit) % ranks):
         raise PlacementError(
-            f"{name} of size {units} cannot be sharded evenly over the {ranks} ranks of {mode}; "
-            f"choose a size that {ranks} divides, or another tensor size",
+            f"{name} of size {units} cannot be sharded evenly over the {ranks} ranks of {mode}. Choose a size that "
+            f"{ranks} divides, or another tensor size.",
             code="C032",
         )
     return collectives.split_sizes(length, mode, unit, context=context)
@@ -167,9 +167,10 @@ def check_input(
     width = features if spread.hidden is None else sizes[here.context.get_local_rank(spread.hidden)]
     if x.shape[-1] != width:
         raise PlacementError(
-            f"{name} takes {width} of {features} features here, because its input is {_text(spread)}, but got "
-            f"{x.shape[-1]}. Linear(split='column') is followed by Linear(split='row'), or has gather_output=True; "
-            f"partition_input(x) shards a replicated activation, and gather_output(x) makes it replicated again",
+            f"{name} takes {width} of {features} features on this rank, because its input is {_text(spread)}, but "
+            f"the input has {x.shape[-1]} features. After Linear(split='column') use Linear(split='row'), or set "
+            "gather_output=True. partition_input(x) shards a replicated activation. gather_output(x) replicates a "
+            "sharded activation.",
             code="C033",
         )
 
@@ -259,21 +260,21 @@ class FirstPass:
         for found, source in marks:
             if found != expected:
                 raise PlacementError(
-                    f"{layer} takes an activation that is {_text(expected)}, but got the output of {source}, which is "
-                    f"{_text(found)}. Linear(split='column') is followed by Linear(split='row'), or has gather_output=True; "
-                    f"partition_input(x) shards a replicated activation, and gather_output(x) makes it replicated "
-                    f"again",
+                    f"{layer} takes an activation that is {_text(expected)}, but got the output of {source}, which "
+                    f"is {_text(found)}. After Linear(split='column') use Linear(split='row'), or set "
+                    "gather_output=True. partition_input(x) shards a replicated activation. gather_output(x) "
+                    "replicates a sharded activation.",
                     code="C033",
                 )
         plain = [self._replicated[id(leaf)] for leaf in leaves if id(leaf) in self._replicated]
         if expected.modes and plain:
             raise PlacementError(
-                f"{layer} takes an activation that is {_text(expected)}, but its input was computed with {plain[0]!r}, a "
-                f"parameter replicated on every rank: the layer of that parameter treated a shard as the full "
-                f"activation, or its result is replicated. Replace it by the layer of colonnade.nn, or place() the "
-                f"parameter, or shard a "
-                f"replicated result with partition_input(x); in a TP plan, give the layer of {plain[0]!r} the style "
-                f"'replicated_with_grad_allreduce'",
+                f"{layer} takes an activation that is {_text(expected)}, but its input was computed with "
+                f"{plain[0]!r}, a parameter that is replicated on every rank. There are two possible causes. 1. The "
+                f"layer of {plain[0]!r} treated a shard as the full activation: replace it by the layer of "
+                f"colonnade.nn, or place() the parameter. In a TP plan, give the layer of {plain[0]!r} the style "
+                "'replicated_with_grad_allreduce'. 2. The result of the layer is replicated: shard it with "
+                "partition_input(x).",
                 code="C033",
             )
 
@@ -300,12 +301,12 @@ class _PlainLayer:
             if spread.modes:
                 kind = type(module).__name__
                 raise PlacementError(
-                    f"{self._name!r} is a plain {kind}, replicated on every rank ({self._parameter!r} is not placed), but got "
-                    f"the output of {source}, which is {_text(spread)}, and would treat the shard as the full "
-                    f"activation. "
-                    f"Replace it by the layer of colonnade.nn, or call gather_output(x) before it; in a TP plan, give "
-                    f"{self._name!r} the style 'rowwise', or 'replicated_with_grad_allreduce' if it treats each shard alike "
-                    f"(a norm of each head)",
+                    f"{self._name!r} is a plain {kind}, replicated on every rank ({self._parameter!r} is not "
+                    f"placed), but got the output of {source}, which is {_text(spread)}. The layer would treat the "
+                    f"shard as the full activation. Replace {self._name!r} by the layer of colonnade.nn, or call "
+                    f"gather_output(x) before it. In a TP plan, give {self._name!r} the style 'rowwise'. If the "
+                    "layer treats each shard alike, such as a norm of each head, use "
+                    "'replicated_with_grad_allreduce'.",
                     code="C033",
                 )
 

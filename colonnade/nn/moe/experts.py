@@ -143,9 +143,9 @@ class Experts(nn.Module):
         self.scope = scope = Scope.of(context)
         if experts % scope.expert:
             raise LayoutError(
-                f"{experts} experts cannot be sharded evenly over the {scope.expert} ranks of parallel.expert; use a multiple "
-                f"of {scope.expert} experts, or an expert size among "
-                f"{listed(size for size in range(1, experts + 1) if experts % size == 0)}",
+                f"{experts} experts cannot be sharded evenly over the {scope.expert} ranks of parallel.expert. Use a "
+                f"multiple of {scope.expert} experts, or one of the expert sizes "
+                f"{listed(size for size in range(1, experts + 1) if experts % size == 0)}.",
                 code="C032",
             )
         self.hidden, self.inner, self.experts, self.activation = hidden, inner, experts, activation

@@ -81,11 +81,12 @@ class MoE(nn.Module):
         self.shared = shared
         if self.router.experts != experts.experts:
             raise ConfigError(
-                f"the router has {self.router.experts} experts, but the layer has {experts.experts}; use one number for both"
+                f"the router has {self.router.experts} experts, but the layer has {experts.experts}. Use the same "
+                "number for both."
             )
         if not (shared is None or isinstance(shared, nn.Module)):
             raise ConfigError(
-                f"shared={shared!r}: must be a layer from {hidden} to {hidden} features, such as MLP, or None"
+                f"shared is {shared!r}; pass a layer from {hidden} to {hidden} features, such as MLP, or None"
             )
         self._arrangement = arrange(context)
         self.sums: Tensor | None = None
@@ -137,9 +138,10 @@ class MoE(nn.Module):
         if loss is None:
             if sums is not None and scope.context.pipeline_parallel_size > 1:
                 raise ScheduleError(
-                    "under a pipeline the loss is computed at the last stage, and this layer's auxiliary loss would be lost: "
-                    "call y, loss = moe(x, loss), pass (y, loss) from stage to stage, and add the loss in the criterion; or "
-                    "set balance_loss=0 and z_loss=0 on the router and balance by bias_rate"
+                    "under a pipeline the loss is computed at the last stage, so the auxiliary loss of this layer "
+                    "would be lost. Call y, loss = moe(x, loss), pass (y, loss) from stage to stage, and add the "
+                    "loss in the criterion. Or set balance_loss=0 and z_loss=0 on the router, and balance the "
+                    "experts by bias_rate."
                 )
             self.sums = sums
             return out
@@ -149,7 +151,8 @@ class MoE(nn.Module):
             return out, loss + loss_of(sums, scope)
         if loss.dim() != 2 or len(loss) != 3:
             raise ScheduleError(
-                f"moe(x, loss) takes the loss of the previous layer, no_losses(x) or a scalar, not {tuple(loss.shape)}"
+                f"the loss given to moe(x, loss) has shape {tuple(loss.shape)}. Pass the loss of the previous layer, "
+                "no_losses(x) or a scalar."
             )
         return out, joined([loss, sums])
 

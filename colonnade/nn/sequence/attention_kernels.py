@@ -271,9 +271,8 @@ def kernel_for(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Mask, dropou
 @cache
 def _warn_slow(dtype: str, width: int, also: str) -> None:
     get_dist_logger().warning(
-        f"context parallelism: no attention kernel of torch supports {dtype}, head size {width}{also} on this GPU; "
-        f"attention is computed by plain matrix products, which are many times slower. Use bfloat16 and a head size "
-        f"that is a multiple of "
-        f"8, at most 256",
+        f"no attention kernel of torch supports the combination of {dtype}, head size {width}{also} on this GPU. "
+        "Context parallelism then computes attention with plain matrix products, which are many times slower. Use "
+        "bfloat16 and a head size that is a multiple of 8 and at most 256.",
         ranks=[0],
     )

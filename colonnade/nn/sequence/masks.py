@@ -66,22 +66,23 @@ class Sight:
         """Make a mask, after checking it against the length of the full sequence."""
         if window is not None and window < 0:
             raise LayoutError(
-                f"window={window}: must be the number of keys that a query sees on each side, 0 or more, or None for all"
+                f"window is {window}; pass the number of keys that a query sees on each side, 0 or larger, or None "
+                "for all keys"
             )
         if documents is None:
             return Sight(causal, window)
         if isinstance(documents, Tensor):
             if documents.device.type != "cpu":
                 raise LayoutError(
-                    f"documents is a tensor on {documents.device}, and reading it in every layer would synchronize; pass "
-                    f"documents.tolist(), read once for all layers"
+                    f"documents is a tensor on {documents.device}, and every layer would have to synchronize to read "
+                    "it. Pass documents.tolist(), which is read once for all layers."
                 )
             documents = documents.tolist()
         ends = tuple(documents)
         if len(ends) < 2 or ends[0] != 0 or ends[-1] != total or any(b <= a for a, b in pairwise(ends)):
             raise LayoutError(
-                f"documents={list(ends)}: must be increasing cumulative lengths from 0 to the {total} tokens of the full "
-                f"sequence, such as [0, {max(1, total // 2)}, {total}]"
+                f"documents is {list(ends)}; pass increasing cumulative lengths from 0 to the {total} tokens of the "
+                f"full sequence, such as [0, {max(1, total // 2)}, {total}]"
             )
         return Sight(causal, window, ends if len(ends) > 2 else None)
 

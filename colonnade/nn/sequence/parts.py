@@ -49,8 +49,9 @@ class Parts:
         required = _lengths(sum(self.lengths), len(self.lengths), True) if self.balanced else self.lengths
         if required != self.lengths:
             raise LayoutError(
-                f"balanced parts of {sum(self.lengths)} tokens have lengths {list(required)}, not {list(self.lengths)}; "
-                f"split with split_sequence(..., balanced=True), or use contiguous parts, which may have any lengths"
+                f"balanced parts of {sum(self.lengths)} tokens have lengths {list(required)}, but the given lengths "
+                f"are {list(self.lengths)}. Split with split_sequence(..., balanced=True), or use contiguous parts, "
+                "which may have any lengths."
             )
 
     @staticmethod
@@ -169,8 +170,8 @@ def parts_of(length: int, lengths: Sequence[int] | None, balanced: bool, context
         return Parts((length,), balanced)
     if len(lengths) != size or lengths[at] != length:
         raise LayoutError(
-            f"lengths={list(lengths)} for a sequence group of {size} ranks, in which this rank (number {at}) has {length} "
-            f"tokens: pass one length for each rank, or leave lengths out"
+            f"lengths is {list(lengths)}, but the sequence group has {size} ranks, and this rank (number {at}) has "
+            f"{length} tokens. Pass one length for each rank, or leave lengths out."
         )
     return Parts(tuple(lengths), balanced)
 

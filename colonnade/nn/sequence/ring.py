@@ -90,7 +90,7 @@ def attention_over(
 ) -> Tensor:
     """Compute attention over the ring of `members`, or local attention if `members` is None."""
     if not 0 <= dropout < 1:
-        raise LayoutError(f"dropout={dropout} of attention weights: must be from 0 to below 1")
+        raise LayoutError(f"dropout of attention weights is {dropout}; it must be at least 0 and less than 1")
     if members is None and sight.is_plain and sinks is None:
         options: dict[str, Any] = {"is_causal": sight.causal, "enable_gqa": q.size(1) != k.size(1)}
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scale, **options)
@@ -111,10 +111,12 @@ def check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if {q.dim(), k.dim()} != {4} or k.shape != v.shape or q.size(1) % k.size(1):
         raise LayoutError(
-            f"{shapes}: pass (batch, heads, length, width), k and v of one shape, with as many heads as q or a divisor"
+            f"attention got tensors with wrong shapes ({shapes}). Pass q, k and v of shape (batch, heads, length, "
+            "width). k and v must have the same shape. The number of heads of q must be a multiple of the number of "
+            "heads of k."
         )
     if q.size(2) != k.size(2) or q.size(0) != k.size(0):
-        raise LayoutError(f"{shapes}: self-attention needs as many keys as queries on every rank")
+        raise LayoutError(f"attention got {shapes}. Self-attention needs as many keys as queries on every rank.")
 
 
 class Softmax:

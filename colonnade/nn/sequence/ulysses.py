@@ -45,8 +45,9 @@ def ulysses_attention(
     for name, tensor in (("q", q), ("k and v", k)):
         if tensor.size(1) % size:
             raise LayoutError(
-                f"ulysses attention: {name} have {tensor.size(1)} heads, which {size} ranks cannot split evenly; use a "
-                f"multiple of {size} heads, fewer ranks, or ring attention, which splits no heads",
+                f"ulysses attention got {name} with {tensor.size(1)} heads, which cannot be divided evenly over "
+                f"{size} ranks. Use a multiple of {size} heads, fewer ranks, or ring attention, which does not split "
+                "heads.",
                 code="C032",
             )
     all_lengths = parts_of(q.size(2), lengths, False, context).lengths

@@ -218,14 +218,15 @@ class _Units:
                 f"{name} over {key.sharded_over.name} / {key.divisor}" for key, name in kinds.items() if key
             )
             raise PlacementError(
-                f"zero stage 3 gathers the parameters of a module together, but these are sharded differently: {shown}. Put the "
-                f"experts into a module of their own."
+                "ZeRO stage 3 gathers the parameters of a module together, but these parameters are sharded "
+                f"differently: {shown}. Put the experts into a separate module."
             )
         if len(dtypes) > 1:
             shown = "; ".join(f"{name} is {dtype}" for dtype, name in dtypes.items())
             raise PlacementError(
-                f"zero stage 3 gathers the parameters of a module together, which requires one dtype: {shown}. Convert them to one "
-                f"dtype, or name modules with a single dtype in zero.wrap."
+                "ZeRO stage 3 gathers the parameters of a module together and requires one dtype, but their dtypes "
+                f"differ: {shown}. Convert the parameters to one dtype, or name modules with a single dtype in "
+                "zero.wrap."
             )
         own = {id(p) for p in parameters.values()}
         self._taken |= own
@@ -446,9 +447,9 @@ def replica_mode(layout: Layout, name: str | None) -> ParallelMode | None:
     names = {axis.name: axis.mode for axis in layout.axes if axis.data == "distinct" and axis.name != "data"}
     if name not in names:
         raise ConfigError(
-            f"zero.replicate={name!r} must name an axis other than data whose ranks see distinct data; the layout has "
-            f"{listed(names) or 'none'}. Add one: parallel = dict({name}=dict(size=2, mode='replica'), ...)."
-            f"{did_you_mean(name, names)}",
+            f"zero.replicate is {name!r}; it must be an axis other than data, and its ranks must see distinct data. "
+            f"The layout has {listed(names) or 'none'}. To add such an axis, write parallel = "
+            f"dict({name}=dict(size=2, mode='replica'), ...).{did_you_mean(name, names)}",
             code="C003",
         )
     return names[name]
@@ -468,9 +469,10 @@ def shards_between_hosts(layout: Layout, name: str | None, ranks_per_host: str |
     if best == 1:
         return None
     return (
-        f"zero.replicate={name!r}: the {data} ranks that share shards, such as {list(layout.group_of(ParallelMode.DATA, 0)[:8])}, "
-        f"are not on one host of {here} ranks (LOCAL_WORLD_SIZE), so every all-gather and reduce-scatter crosses hosts. "
-        f"With data={best} and {name} of size {copies // best} they would be on one host"
+        f"zero.replicate={name!r} leads to all-gathers and reduce-scatters that cross hosts. The {data} ranks "
+        f"that share shards, such as {list(layout.group_of(ParallelMode.DATA, 0)[:8])}, are not on one host of "
+        f"{here} ranks (LOCAL_WORLD_SIZE). Use data={best} and {name} of size {copies // best} to place them on "
+        "one host"
     )
 
 
@@ -497,7 +499,8 @@ def chosen_modules(root: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
         if not any(fnmatchcase(name, pattern) or type(module).__name__ == pattern for name, module in named):
             names = [name for name, _ in named]
             raise ConfigError(
-                f"zero.wrap: {pattern!r} matches no module name and no class.{did_you_mean(pattern, names)}",
+                f"the pattern {pattern!r} in zero.wrap matches no module name and no "
+                f"class.{did_you_mean(pattern, names)}",
                 code="C003",
             )
     return list(reversed(found))

@@ -129,8 +129,8 @@ class RunOrder:
                 replay()
         except RuntimeError as error:  # the other ranks have failed, or wait in a collective of the model itself
             raise GradientError(
-                f"zero stage 3, step {self._steps + 1}: this rank {event}, but in earlier steps it "
-                f"{self._plan[self._at][0]} at this point; the other ranks did not take part. {_ADVICE}",
+                f"ZeRO stage 3, step {self._steps + 1}: this rank {event}, but in earlier steps it "
+                f"{self._plan[self._at][0]} at this point. The other ranks did not take part. {_ADVICE}",
                 code="C070",
             ) from error
         rows = self._receive(self._send(1 + self._at, event.code))
@@ -157,8 +157,8 @@ class RunOrder:
             work.wait()
         except RuntimeError as error:
             raise GradientError(
-                f"zero stage 3, step {self._steps + 1}: one of the ranks {listed(self.ranks)} exited before all had compared the "
-                f"modules they run; see its own output for the cause",
+                f"ZeRO stage 3, step {self._steps + 1}: a rank of {listed(self.ranks)} exited before the ranks had "
+                "compared the modules that they run. Read the output of that rank for the cause.",
                 code="C070",
             ) from error
         return [tuple(row) for row in rows.tolist()]
@@ -181,9 +181,9 @@ class RunOrder:
                 f"rank{'s' * (len(ranks) > 1)} {listed(ranks)} {text}" for text, ranks in ranks_by_text.items()
             )
         raise GradientError(
-            f"zero stage 3, step {self._steps + 1}: the ranks {listed(self.ranks)} do not run the same modules in the same "
-            f"order, as all-gathers of weights require. First difference: {difference}. No weights were changed in this "
-            f"step. {_ADVICE}",
+            f"ZeRO stage 3, step {self._steps + 1}: the ranks {listed(self.ranks)} do not run the same modules in "
+            f"the same order, but all-gathers of weights require this. The first difference is: {difference}. No "
+            f"weights were changed in this step. {_ADVICE}",
             code="C070",
         )
 
@@ -287,8 +287,9 @@ class Member:
                 hook(parameter)
             except Exception as error:
                 raise GradientError(
-                    f"zero stage 3: a register_post_accumulate_grad_hook of {self.name} failed ({error}). Its argument is this "
-                    f"rank's shard, a DTensor, with the reduced gradient; use register_hook for full gradients, or stage 2.",
+                    f"ZeRO stage 3: a register_post_accumulate_grad_hook of {self.name} failed ({error}). The "
+                    "argument of the hook is the shard of this rank, a DTensor with the reduced gradient. For full "
+                    "gradients use register_hook or ZeRO stage 2.",
                     code="C070",
                 ) from error
 
@@ -300,7 +301,9 @@ def _owner(model: nn.Module, path: str, attribute: str, shard: Any) -> nn.Module
             owner = root.get_submodule(path)
             if owner._parameters.get(attribute) is shard:
                 return owner
-    raise GradientError(f"zero stage 3: no module {path!r} of the model holds the parameter {attribute!r}", code="C070")
+    raise GradientError(
+        f"ZeRO stage 3: no module {path!r} of the model contains the parameter {attribute!r}.", code="C070"
+    )
 
 
 class Unit:
@@ -371,8 +374,9 @@ class ForwardGuard:
         error: Any = sys.exception()
         if "DTensor" in str(error):
             error.add_note(
-                "zero stage 3: a weight was used outside of its own module, where it is a DTensor because only the "
-                "module gathers it. Name modules in zero.wrap that contain every weight they use, or use zero stage 2."
+                "ZeRO stage 3: a weight was used outside of its module. There the weight is a DTensor, because "
+                "only its module gathers it. Name modules in zero.wrap that contain every weight they use, or "
+                "use ZeRO stage 2."
             )
         self.give_back()
 
@@ -398,13 +402,13 @@ def check_optimizer(optimizer: Any, mesh: Any) -> None:
             differences.append((stepped.to_local() - expected.to_local()).abs().max().item())
     except Exception as error:
         raise GradientError(
-            f"{name} could not step on a shard of a matrix, as zero stage 3 requires: {error}. Use AdamW, SGD or another "
-            f"optimizer that supports DTensors, or zero stage 0.",
+            f"{name} could not step on a shard of a matrix, but ZeRO stage 3 requires this: {error}. Use AdamW, SGD "
+            "or another optimizer that supports DTensors, or ZeRO stage 0.",
             code="C070",
         ) from error
     for far in [far for far in differences if not far < 0.05]:  # some optimizers, such as Muon, compute in bf16
         raise GradientError(
-            f"zero stage 3: a step of {name} on the shards of a matrix differs from a step on the full matrix (by {far:g}). Use "
-            f"AdamW, SGD or another optimizer that supports DTensors, or zero stage 0.",
+            f"ZeRO stage 3: {name} updates the shards of a matrix differently than the full matrix (difference "
+            f"{far:g}). Use AdamW, SGD or another optimizer that supports DTensors, or ZeRO stage 0.",
             code="C070",
         )

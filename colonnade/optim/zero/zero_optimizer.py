@@ -87,8 +87,8 @@ class ZeroOptimizer(EngineOptimizer, Optimizer):
                 name = self._names.get(id(parameter))
                 if name is None:
                     raise GradientError(
-                        "the optimizer has parameters that are not in the model, so ZeRO does not know their placement; "
-                        "build it from model.parameters()",
+                        "the optimizer has parameters that are not in the model, so ZeRO does not know their "
+                        "placement. Build the optimizer from model.parameters().",
                         code="C070",
                     )
                 if not parameter.requires_grad:
@@ -96,7 +96,8 @@ class ZeroOptimizer(EngineOptimizer, Optimizer):
                     continue
                 if not parameter.is_floating_point():
                     raise GradientError(
-                        f"zero shards floating-point parameters only; {name} is {parameter.dtype}", code="C070"
+                        f"ZeRO shards only floating-point parameters, but {name} has dtype {parameter.dtype}",
+                        code="C070",
                     )
                 labels[id(parameter)] = f" in group {at} of the optimizer"
         settings = self.settings
@@ -199,8 +200,8 @@ class ZeroOptimizer(EngineOptimizer, Optimizer):
         for parameter in self._frozen:
             if parameter.grad is not None:
                 raise GradientError(
-                    f"{self._names[id(parameter)]!r} was frozen when the optimizer was sharded and has a gradient now, but the "
-                    f"optimizer would not update it; set requires_grad before initialize()",
+                    f"{self._names[id(parameter)]!r} was frozen when the optimizer was sharded, but has a gradient "
+                    "now. The optimizer would not update it. Set requires_grad before initialize().",
                     code="C070",
                 )
         # The groups are shared with the original optimizer, the list of groups is not.
@@ -209,10 +210,10 @@ class ZeroOptimizer(EngineOptimizer, Optimizer):
         own, original = ([len(group["params"]) for group in groups] for groups in (self.param_groups, given))
         if not shared or own != self._sizes:
             raise GradientError(
-                f"the parameter groups of the optimizer are not those that were sharded: they had {self._sizes} parameters and have "
-                f"{original if own == self._sizes else own} now. Later parameters would not be updated; add "
-                f"parameters before "
-                f"initialize(), and change options in the existing groups",
+                f"the parameter groups of the optimizer were changed after it was sharded. They had {self._sizes} "
+                f"parameters and now have {original if own == self._sizes else own}. Parameters that were added "
+                "later would not be updated. Add parameters before initialize(), and change options only in the "
+                "existing groups.",
                 code="C070",
             )
 
@@ -239,7 +240,9 @@ class ZeroOptimizer(EngineOptimizer, Optimizer):
         """Step on reduced gradients, without clipping; `engine.step()` reduces, clips and steps. Collective."""
         if closure is not None:
             raise GradientError(
-                "a sharded optimizer does not support a closure: gradients are reduced once per step", code="C070"
+                "a sharded optimizer does not support a closure, because gradients are reduced once per step. Call "
+                "step() without a closure.",
+                code="C070",
             )
         # Hooks with `only_looks` raise if gradients are not reduced yet. The engine's own steps need no such check, so a flat step
         # ignores these hooks; here the user may have made the mistake.
@@ -318,8 +321,8 @@ class ZeroOptimizer(EngineOptimizer, Optimizer):
         saved = state_dict["param_groups"]
         if [len(group["params"]) for group in saved] != self._sizes:
             raise GradientError(
-                f"the saved state has parameter groups of {[len(group['params']) for group in saved]} parameters, but this "
-                f"optimizer has groups of {self._sizes}; build the same groups as in the saved run",
+                f"the saved state has parameter groups of {[len(group['params']) for group in saved]} parameters, "
+                f"but this optimizer has groups of {self._sizes}. Build the parameter groups of the saved run.",
                 code="C070",
             )
         states: dict[int, Mapping[str, Any]] = {}
@@ -340,9 +343,9 @@ ZeroOptimizer.step.hooked = True  # type: ignore[attr-defined]
 def refuse_state_dict(optimizer: Optimizer) -> None:
     """A hook that raises for `state_dict` of the original optimizer, because its state is sharded and one rank cannot return it."""
     raise GradientError(
-        f"the state of this {type(optimizer).__name__} is sharded over the ranks by zero, so its own state_dict() is empty. Save it with "
-        f"CheckpointManager.save(step, engine.model, engine.optimizer), which any layout can load; or call "
-        f"engine.optimizer.state_dict() on every rank at once, which gathers the full state",
+        f"ZeRO shards the state of this {type(optimizer).__name__} over the ranks, so its own state_dict() is empty. "
+        "To save a state for any layout, call CheckpointManager.save(step, engine.model, engine.optimizer). To "
+        "gather the full state, call engine.optimizer.state_dict() on every rank at once.",
         code="C121",
     )
 
@@ -350,8 +353,10 @@ def refuse_state_dict(optimizer: Optimizer) -> None:
 def refuse_load_state_dict(optimizer: Optimizer, state: Any) -> None:
     """A hook that raises for `load_state_dict` of the original optimizer, where a loaded state would have no effect."""
     raise GradientError(
-        f"this {type(optimizer).__name__} was sharded by initialize(), so a state loaded into it would have no effect. Load it before "
-        f"initialize(); or call engine.optimizer.load_state_dict(state) on every rank, or CheckpointManager.load for a saved checkpoint",
+        f"this {type(optimizer).__name__} was sharded by initialize(), so a state loaded into it would have no "
+        "effect. There are three remedies. 1. Load the state before initialize(). 2. Call "
+        "engine.optimizer.load_state_dict(state) on every rank. 3. For a saved checkpoint call "
+        "CheckpointManager.load.",
         code="C121",
     )
 
@@ -375,14 +380,15 @@ def check_elementwise(optimizer: Optimizer) -> None:
             )
         except Exception as error:
             raise GradientError(
-                f"zero stages 1 and 2 shard element-wise optimizers, and {name} could not step on a slice: {error}. "
-                f"Use an element-wise optimizer such as AdamW or SGD, or zero stage 3 or 0.",
+                f"ZeRO stages 1 and 2 shard element-wise optimizers, but {name} could not step on a slice: {error}. "
+                "Use an element-wise optimizer such as AdamW or SGD, or ZeRO stage 3 or 0.",
                 code="C070",
             ) from error
         if not torch.allclose(full.view(-1), torch.cat(halves), rtol=1e-9, atol=1e-12):
             raise GradientError(
-                f"zero stages 1 and 2 shard element-wise optimizers, and {name} is not element-wise: in group {at} a step on half of "
-                f"a matrix differs from a step on the full matrix. Use an optimizer such as AdamW or SGD, or turn zero off.",
+                f"ZeRO stages 1 and 2 shard element-wise optimizers, but {name} is not element-wise. In group {at} a "
+                "step on half of a matrix differs from a step on the full matrix. Use an optimizer such as AdamW or "
+                "SGD, or turn zero off.",
                 code="C070",
             )
 
@@ -551,7 +557,8 @@ def _kind(value: Any, shard: ParameterShard) -> list[Any]:
             return ["like", _name(value.dtype)]
         if value.numel() != 1:
             raise CheckpointError(
-                f"optimizer state of shape {tuple(value.shape)} is neither one value nor one per element of its parameter"
+                f"optimizer state has shape {tuple(value.shape)}; it must have one value, or one value for each "
+                "element of the parameter"
             )
         return ["value", _name(value.dtype), value.item(), list(value.shape)]
     return ["value", None, value]

@@ -22,7 +22,10 @@ from colonnade.proof.claims import Claim, hypothesis, sum_not_made
 from colonnade.proof.compare import LocalValue, distance, flat, in_units, length, uncovered
 
 _CUT_OFF = "what disconnects it from the loss (detach, no_grad, a branch not taken)"
-_BY_HAND = "custom backward passes and hooks between it and the parameters whose gradients are right"
+_BY_HAND = (
+    "custom backward passes, collectives without a backward pass (dist.all_gather) and hooks between it and the parameters "
+    "whose gradients are right"
+)
 
 
 @hypothesis("gradient")
@@ -344,9 +347,26 @@ def with_another_parameter(case: GradientCase) -> Iterator[Claim]:
         within = max(fitted[1], 1e-9)
         if abs(fitted[0] - 1) > within and not near(fitted[0], case.sizes, within):
             continue
+        residual = case.residual(candidate, fitted[0])
+        ranks = sorted({rank for part in case.wrong for rank in case.groups.joint(modes, part.rank)})
+        silent = [
+            (name, rank)
+            for name in sorted({case.name, *others})
+            for rank in ranks
+            if any(part.rank == rank for part in case.step.weights[name].found)
+            and not any(part.rank == rank for some in case.step.gradients[name].raw for part in some)
+        ]
+        if silent:
+            # The rank stores the parameter, but its batch has not used it.
+            name, rank = silent[0]
+            what = f"is summed over {' and '.join(modes)} with the gradient of another parameter"
+            where = f"how gradients are packed for the reduction, in which it is added to {others[0]}: rank {rank} has no gradient of {name}, and the later ones take its place"
+            yield Claim(
+                "gradients-exchanged", what, where, modes=tuple(case.required), residual=residual, is_local=True
+            )
+            continue
         what = f"is summed over {' and '.join(modes)}, some of whose ranks store a different parameter at its place"
         where = f"the process group of its reduction, in which it is added to {others[0]}"
-        residual = case.residual(candidate, fitted[0])
         yield Claim("reduced-over-other-mode", what, where, modes=tuple(case.required), residual=residual)
 
 
@@ -412,11 +432,15 @@ def lost_on_the_way_down(case: GradientCase) -> Iterator[Claim]:
     fitted, others = case.fit(case.truth), [m for m in case.groups.of_mode if m != "DATA" and case.differs_over(m)]
     after = f", while the gradient of {sorted(case.healthy)[0]} is right" if case.healthy else ""
     how = "is correctly reduced, but wrong because the backward passes of the ranks give wrong local gradients"
-    if fitted is not None and fitted[0] < 1 and others:
-        over = " and ".join(others)
+    # Ranks with the same data and all of a parameter must have equal local gradients, unless a sum over them is required.
+    unlike = [mode for mode in others if mode not in case.required and case.is_replicated(mode)]
+    unlike = unlike if len(case.wrong) == len(case.compared.found) else []
+    if unlike or (fitted is not None and fitted[0] < 1 and others):
+        over = " and ".join(unlike or others)
         what = f"{how}{after}: a contribution that crosses ranks of {over} is lost"
         where = f"the backward pass of whatever gathers or sends over {over}: it must sum"
-        yield Claim("partial-gradient", what, where, modes=tuple(others), residual=0.9, rank=90)
+        rank = 70 if unlike else 90
+        yield Claim("partial-gradient", what, where, modes=tuple(unlike or others), residual=0.9, rank=rank)
     else:
         where = _BY_HAND if case.healthy else "the backward pass of the loss"
         yield Claim("backward-differs", f"{how}{after}", where, residual=0.9, rank=90, is_upstream=True)

@@ -60,7 +60,8 @@ def make_server(sources: Sequence[str | Path], port: int) -> ThreadingHTTPServer
         return ThreadingHTTPServer(("127.0.0.1", port), Page)
     except OSError as error:
         raise ConfigError(
-            f"port {port} cannot be used ({error.strerror}); give another with --port, or --port 0"
+            f"port {port} cannot be used ({error.strerror}). Give another port with --port, or --port 0 for any free "
+            "port."
         ) from None
 
 

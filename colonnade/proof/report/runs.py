@@ -201,7 +201,8 @@ def read_run(source: str | Path) -> Run:
                 homes[line["kind"]].append(line)
     if not run.steps.steps:
         raise ConfigError(
-            f"{path} has no finished step, so the report would be empty. JsonlHook writes one line for each step"
+            f"{path} has no finished step, so the report would be empty. JsonlHook writes a line for each finished "
+            "step; let the run finish a step first."
         )
     run.facts = run.starts[-1] if run.starts else {}
     return run
@@ -233,8 +234,8 @@ def find_log(path: Path) -> Path:
         return path
     if not path.is_dir():
         raise ConfigError(
-            f"{path} is neither the folder of a run nor a log; give the path that was passed to JsonlHook, or its "
-            f"folder"
+            f"{path} is neither the folder of a run nor a log. Give the path that was passed to JsonlHook, or its "
+            "folder."
         )
     found = sorted(path.glob("*.jsonl")) or sorted(path.glob("*/*.jsonl"))
     if len(found) != 1:
@@ -244,7 +245,8 @@ def find_log(path: Path) -> Path:
             else "no log (*.jsonl)"
         )
         raise ConfigError(
-            f"{path} has {what}; give the path of one log, as passed to JsonlHook(path) in the hooks of fit"
+            f"{path} has {what}. Give the path of one log, the path that was passed to JsonlHook(path) in the hooks "
+            "of fit."
         )
     return found[0]
 

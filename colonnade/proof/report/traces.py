@@ -24,7 +24,9 @@ def merge_traces(folder: str | Path, out: str | Path) -> Path:
     """
     files = sorted(local_path(folder, "the folder of the traces").glob("trace-rank-*.json"))
     if not files:
-        raise ConfigError(f"{folder} has no trace-rank-*.json; a ProfilerHook(folder) in the hooks of fit writes them")
+        raise ConfigError(
+            f"{folder} has no trace-rank-*.json. Add ProfilerHook(folder) to the hooks of fit to write traces."
+        )
     events: list[dict[str, Any]] = []
     met: list[float] | None = None
     for file in files:
@@ -57,8 +59,8 @@ def _read(file: Path) -> dict[str, Any]:
         trace = None
     if not isinstance(trace, dict) or not isinstance(trace.get("traceEvents"), list):
         raise ConfigError(
-            f"{file} is incomplete, probably because its rank was killed while it wrote the file; remove it to join "
-            f"the others"
+            f"{file} is incomplete, probably because its rank was killed while it wrote the file. Remove the file to "
+            "join the others."
         )
     return trace
 

@@ -152,7 +152,7 @@ class EMAHook(BaseHook):
         super().__init__(priority)
         if not 0 <= decay < 1:
             raise ConfigError(
-                f"EMAHook: decay must be at least 0 and below 1, such as 0.999, not {decay!r}", code="C092"
+                f"EMAHook got decay={decay!r}; it must be at least 0 and less than 1, such as 0.999", code="C092"
             )
         self.decay, self.interval, self.warm_up, self.evaluate = decay, checked_interval(interval), warm_up, evaluate
         self.updates = 0

@@ -103,7 +103,7 @@ class BaseHook:
 def checked_interval(interval: int) -> int:
     """Return `interval` if it is an int >= 1; raise ConfigError otherwise."""
     if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
-        raise ConfigError(f"interval must be an int >= 1 (epochs or steps), not {interval!r}", code="C092")
+        raise ConfigError(f"interval is {interval!r}; it must be an int >= 1, a number of epochs or steps", code="C092")
     return interval
 
 
@@ -227,10 +227,12 @@ def build_hook(hook: HookLike) -> BaseHook:
             hook = HOOKS.get_module(name)(**settings)
         except TypeError as error:
             raise ConfigError(
-                f"hook {name} cannot be built with {settings or 'no arguments'}: {error}", code="C092"
+                f"the hook {name} cannot be built with {settings or 'no arguments'}: {error}", code="C092"
             ) from error
     if not isinstance(hook, BaseHook):
         raise ConfigError(
-            f"a hook must inherit BaseHook or be dict(type='LossHook', ...), not a {type(hook).__name__}", code="C092"
+            "a hook must be an object that inherits BaseHook, or dict(type='LossHook', ...), but it is a "
+            f"{type(hook).__name__}",
+            code="C092",
         )
     return hook

@@ -409,7 +409,7 @@ class CsvHook(_LineFile):
         expected = _row(["step", "epoch", *self._columns])
         if lines and lines[0] != expected:
             raise ConfigError(
-                f"the columns of {self.path} ({lines[0].strip()}) differ from those of this run; give another path",
+                f"the columns of {self.path} ({lines[0].strip()}) differ from those of this run. Give another path.",
                 code="C092",
             )
         rows = [line for line in lines if line.endswith("\n") and line.partition(",")[0].isdigit()]
@@ -474,8 +474,8 @@ class _Tracker(Sink, ABC):
             return importlib.import_module(self.package)
         except ImportError as error:
             raise ConfigError(
-                f"{type(self).__name__} needs {self.needs}, which is not installed ({error}): "
-                f"pip install {self.needs}, or use JsonlHook, which needs no package",
+                f"{type(self).__name__} needs {self.needs}, which is not installed ({error}). Run pip install "
+                f"{self.needs}, or use JsonlHook, which needs no package.",
                 code="C024",
             ) from error
 

@@ -94,7 +94,7 @@ class _NeedsOutput(_Measures):
     def before_train(self, trainer: Trainer) -> None:
         if not trainer.returns_output:
             raise ConfigError(
-                f"{type(self).__name__} needs outputs and labels; pass return_output_label=True", code="C092"
+                f"{type(self).__name__} needs outputs and labels. Pass return_output_label=True.", code="C092"
             )
 
     before_test = before_train
@@ -216,8 +216,8 @@ class GradientNormHook(BaseHook):
     def after_hook_is_attached(self, trainer: Trainer) -> None:
         if not trainer.engine.may_skip:
             raise ConfigError(
-                "GradientNormHook reads the norms of gradient clipping; set clip_grad_norm in the config, to infinity to "
-                "measure without clipping",
+                "GradientNormHook reads the norms that gradient clipping computes, but clip_grad_norm is not set. "
+                "Set clip_grad_norm in the config. Set it to infinity to measure without clipping.",
                 code="C092",
             )
 

@@ -40,7 +40,9 @@ class ProfilerHook(BaseHook):
     ) -> None:
         super().__init__(priority)
         if steps < 1 or skip < 0:
-            raise ConfigError(f"ProfilerHook: steps={steps} must be an int >= 1, skip={skip} an int >= 0")
+            raise ConfigError(
+                f"ProfilerHook got steps={steps} and skip={skip}; steps must be an int >= 1, and skip an int >= 0"
+            )
         self.folder = local_path(folder, f"{type(self).__name__}'s folder")
         self._steps, self._skip, self._memory = steps, skip, memory
         self._profile: Any = None
@@ -66,7 +68,8 @@ class ProfilerHook(BaseHook):
             self._end(trainer)
         elif self._seen < self._skip:
             trainer.logger.warning(
-                f"ProfilerHook wrote no trace: the run had {self._seen} steps, and the first {self._skip} are skipped"
+                f"ProfilerHook wrote no trace, because the run had only {self._seen} steps and the hook skips the "
+                f"first {self._skip}. Run more steps, or set a smaller skip."
             )
 
     def close(self) -> None:

@@ -27,6 +27,8 @@ _LINES_PER_EPOCH = 10
 _SECONDS_PER_LINE = 5.0
 """Seconds between two lines if the length of an epoch is unknown."""
 _SECONDS_PER_DRAWING = 0.5
+_SECONDS_OF_ONE_REQUEST = 5.0
+"""Signals that come within this time after the first one belong to the same request to stop."""
 _LEAST_BAR = 9
 _VALUE = 9
 """The maximum width of a number with four digits: 1.234e-05."""
@@ -121,9 +123,10 @@ def _numbers(record: StepRecord, speed: float | None, left: float | None, room: 
 
 @HOOKS.register_module
 class StopOnSignal(BaseHook):
-    """Stops all ranks after the current step if any rank receives a signal; a second signal ends the process at once.
+    """Stops all ranks after the current step if any rank receives a signal.
 
-    If there is a SaveCheckpointHook, the ranks save a checkpoint. Then `fit` exits the process with code 75.
+    If there is a SaveCheckpointHook, the ranks save a checkpoint. Then `fit` exits the process with code 75. A signal that comes
+    more than 5 seconds after the first one ends the process at once.
     """
 
     def __init__(self, signals: Sequence[int] = (signal.SIGTERM,), priority: int = 10) -> None:
@@ -131,14 +134,16 @@ class StopOnSignal(BaseHook):
         self._signals = tuple(signals)
         self._before: dict[int, Any] = {}
         self._trainer: Trainer | None = None
+        self._first: float | None = None
 
     def before_train(self, trainer: Trainer) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise ConfigError(
-                "StopOnSignal needs the main thread, where Python delivers signals; call fit in the main thread",
+                "StopOnSignal needs the main thread, because Python delivers signals only there. Call fit in the "
+                "main thread.",
                 code="C092",
             )
-        self._trainer = trainer
+        self._trainer, self._first = trainer, None
         for number in self._signals:
             self._before[number] = signal.signal(number, self._note)
 
@@ -149,10 +154,17 @@ class StopOnSignal(BaseHook):
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         """Request the stop only: a signal handler must not communicate."""
-        if self._trainer is not None:
-            name = signal.Signals(number).name
+        # A scheduler that signals launcher and ranks together makes two signals of one request, because the launcher sends the
+        # signal on. The second one must not end the process before it has saved.
+        if self._trainer is None:  # the signal came while the hook was closed
+            return
+        now = time.monotonic()
+        if self._first is not None and now - self._first > _SECONDS_OF_ONE_REQUEST:
+            self._restore(number)
+            signal.raise_signal(number)
+        elif self._first is None:
+            self._first, name = now, signal.Signals(number).name
             self._trainer.request_stop(f"{name} on rank {self._trainer.context.get_global_rank()}", leave=True)
-        self._restore(number)
 
     def _restore(self, number: int) -> None:
         before = self._before.pop(number, None)
@@ -184,8 +196,8 @@ class EarlyStopHook(BaseHook):
         super().__init__(priority)
         if mode not in (None, "min", "max") or on not in ("test", "train") or patience < 0:
             raise ConfigError(
-                f"EarlyStopHook: mode={mode!r} must be 'min', 'max' or None, on={on!r} must be 'test' or 'train', and "
-                f"patience={patience!r} at least 0",
+                f"EarlyStopHook got mode={mode!r}, on={on!r} and patience={patience!r}. mode must be 'min', 'max' or "
+                "None, on must be 'test' or 'train', and patience must be at least 0.",
                 code="C092",
             )
         self.metric, self.patience, self.min_delta, self.mode, self.on = metric, patience, min_delta, mode, on
@@ -211,7 +223,7 @@ class EarlyStopHook(BaseHook):
         if self.metric not in metrics:
             hint = did_you_mean(self.metric, metrics)
             raise ConfigError(
-                f"there is no {self.on} metric {self.metric!r}; there are {listed(metrics)}.{hint}", code="C092"
+                f"there is no {self.on} metric {self.metric!r}. The metrics are {listed(metrics)}.{hint}", code="C092"
             )
         value, higher = metrics[self.metric].get_accumulated_value(), metrics[self.metric].higher_is_better
         if self._is_better(value, higher):

@@ -92,13 +92,13 @@ def test_a_layout_in_words():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"files": (replace(FILES[0], name="../x.safetensors"), FILES[1])}, "names the file '../x.safetensors'; only"),
+        ({"files": (replace(FILES[0], name="../x.safetensors"), FILES[1])}, "has the file name '../x.safetensors'. A"),
         ({"files": (FILES[0], FILES[0])}, "lists a file twice"),
         ({"files": (replace(FILES[0], size=1), replace(FILES[1], size=54))}, "56 bytes of tensors in files of 55"),
         ({"cuts": (Cut((3, 4), (0,)), GOOD.cuts[1])}, "a sharded tensor whose 1 pieces are not adjacent"),
         ({"cuts": (Cut((4, 4), (0, 1)), GOOD.cuts[1])}, "a sharded tensor whose 2 pieces are not adjacent"),
         ({"cuts": (Cut((0, 4), (0, 1)), GOOD.cuts[1])}, "a sharded tensor whose 2 pieces are not adjacent"),
-        ({"cuts": (Cut((3, 4), (0, 2)), GOOD.cuts[1])}, "refers to file 2 but lists only 2 files"),
+        ({"cuts": (Cut((3, 4), (0, 2)), GOOD.cuts[1])}, "refers to file number 2, but lists only 2 files"),
         ({"cuts": (Cut((3, 4), (0, 0)), GOOD.cuts[1])}, "uses an entry of a file twice"),
         ({"cuts": (Cut((2, 3), (0, 1)), GOOD.cuts[1])}, "the blocks of w do not tile the full tensor of shape"),
         ({"tensors": (replace(TENSORS[0], dtype="F33"),)}, "w has the unknown type F33; allowed are BOOL"),
@@ -123,12 +123,24 @@ def test_a_layout_in_words():
             {"items": (replace(ITEM, value={"$tensor": 0}, tensors=1, key="options", file=FILES[0].name),)},
             "uses an entry of a file twice",
         ),
-        ({"items": (replace(ITEM, file="rank-00009.safetensors"),)}, "refers to rank-00009.safetensors, which is not"),
-        ({"items": (replace(PLAIN, file="rank-00009.safetensors"),)}, "refers to rank-00009.safetensors, which is not"),
-        ({"items": (replace(ITEM, tensors=3),)}, "epoch declares 3 tensors, but its value has 2"),
-        ({"items": (replace(ITEM, tensors=0),)}, "epoch declares 0 tensors, but its value has 2"),
-        ({"items": (replace(ITEM, value=[{"$tensor": 0}, {"$tensor": 0}]),)}, "epoch declares 2 tensors, but its .* 2"),
-        ({"items": (replace(ITEM, value=[{"$tensor": 1}, {"$tensor": 2}]),)}, "epoch declares 2 tensors, but its .* 2"),
+        (
+            {"items": (replace(ITEM, file="rank-00009.safetensors"),)},
+            "refers to the file rank-00009.safetensors, which is not",
+        ),
+        (
+            {"items": (replace(PLAIN, file="rank-00009.safetensors"),)},
+            "refers to the file rank-00009.safetensors, which is not",
+        ),
+        ({"items": (replace(ITEM, tensors=3),)}, "epoch declares 3 tensors, but contains 2"),
+        ({"items": (replace(ITEM, tensors=0),)}, "epoch declares 0 tensors, but contains 2"),
+        (
+            {"items": (replace(ITEM, value=[{"$tensor": 0}, {"$tensor": 0}]),)},
+            "epoch declares 2 tensors, but contains 2",
+        ),
+        (
+            {"items": (replace(ITEM, value=[{"$tensor": 1}, {"$tensor": 2}]),)},
+            "epoch declares 2 tensors, but contains 2",
+        ),
         ({"items": (replace(ITEM, file=None),)}, "a value with tensors but no file"),
     ],
 )
@@ -213,8 +225,11 @@ def test_marks_that_nobody_writes_are_damage_in_items_and_options(value):
             replace(PLAIN, value=place),
             replace((GOOD.groups or ())[0], options=replace(PLAIN, name="group 0", value=place)),
         )
-        for manifest, name in ((replace(GOOD, items=(item,)), "name"), (replace(GOOD, groups=(group,)), "group 0")):
-            with pytest.raises(Damaged, match=rf"{name} has .*; expected one of the tags \$tensor, \$float"):
+        for manifest, name in (
+            (replace(GOOD, items=(item,)), "name"),
+            (replace(GOOD, groups=(group,)), "group 0"),
+        ):
+            with pytest.raises(Damaged, match=rf"for {name}\. Allowed .* one of the tags \$tensor, \$float"):
                 parse(manifest.dump())
 
 

@@ -80,7 +80,10 @@ def test_what_was_read_is_let_go(file, opened):
 @pytest.mark.parametrize(
     ("table", "said"),
     [
-        ({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 9]}}, r"a, of F32 and shape \[2\], has bytes 0"),
+        (
+            {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 9]}},
+            r"a has dtype F32 and shape \[2\], but the table gives it the bytes 0",
+        ),
         ({"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 12]}}, "bytes 0 to 12"),
         ({"a": {"dtype": "F32", "shape": [-1, -1, 2], "data_offsets": [0, 8]}}, "shape"),
         ({"a": {"dtype": "F32", "shape": [2], "data_offsets": [-1, 7]}}, "bytes -1 to 7"),
@@ -105,7 +108,7 @@ def test_what_is_no_folder_of_weights_is_refused(tmp_path, file):
     (tmp_path / "x.safetensors").write_bytes(b"\xff" * 16)
     with pytest.raises(CheckpointError, match="a table of 18446744073709551615 bytes in a file of 16"):
         tensors_in(tmp_path)
-    beside = r"refers to '.*', which is not a file in its folder"
+    beside = r"refers to '.*', but the folder has no file"
     elsewhere = {"a": f"../{tmp_path.name}/x.safetensors"}
     for names, said in (("x", "is not an index of weights"), (elsewhere, beside), ({"a": "y.safetensors"}, beside)):
         (tmp_path / INDEX).write_text(json.dumps({"weight_map": names}))
@@ -149,8 +152,7 @@ def test_of_several_kinds_of_files_the_whole_one_is_taken_and_what_was_interrupt
     with pytest.raises(CheckpointError) as error:
         tensors_in(tmp_path)
     assert str(error.value).startswith(
-        f"{tmp_path} has no weights: it has neither model.safetensors nor {INDEX}. A save was killed while it replaced "
-        f"these files: save again, or move the files in {tmp_path / '.old-1'} back"
+        f"{tmp_path} has no weights: it has neither model.safetensors nor {INDEX}. A save was killed while it replaced the weights. Save again, or move the files in {tmp_path / '.old-1'} back"
     )
     for name in ("a", "b"):
         save_file({name: torch.ones(1)}, tmp_path / f"{name}.safetensors")

@@ -91,10 +91,10 @@ def test_a_digest_tells_values_apart_by_their_bits():
         ({"f": print}, r"it\['f'\] is a builtins.builtin_function_or_method"),
         (b"bytes", "it is a builtins.bytes"),
         (Colour.RED, "it is a tests.checkpoint.format.test_values.Colour"),
-        (torch.zeros(2, dtype=torch.complex128), "it is torch.complex128, which a checkpoint cannot store"),
-        (torch.zeros(2, 2).to_sparse(), "only dense tensors"),
+        (torch.zeros(2, dtype=torch.complex128), "it has dtype torch.complex128, which a checkpoint cannot store"),
+        (torch.zeros(2, 2).to_sparse(), "Only dense tensors"),
         (torch.zeros(2, device="meta"), "a meta tensor"),
-        (object(), "give the object a state_dict"),
+        (object(), "Give the object a state_dict"),
     ],
     ids=lambda value: str(value)[:20],
 )

@@ -72,7 +72,6 @@ def test_weights_that_are_tied_now_must_have_been_equal(tmp_path, untied):
             manager.load(model)
     other = "c" if untied == "c" else "b"
     assert (
-        f"a, b, c are one tied tensor in this model, but a and {other} have different values in the checkpoint, "
-        "because it was saved from a model without this tie; untie them to load the checkpoint"
+        f"a, b, c are one tied tensor in this model, but a and {other} have different values in the checkpoint. The checkpoint was saved from a model without this tie. Untie the parameters to load the checkpoint."
     ) in str(error.value)
     assert model.a.tolist() == [0, 0]

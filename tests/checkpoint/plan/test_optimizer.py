@@ -158,7 +158,7 @@ def test_state_that_does_not_lie_as_its_parameter_is_refused(tmp_path):
         for value, lies in ((torch.ones(2, 3), Replicate()), (torch.ones(2), Shard(0))):
             optimizer.state[model.weight]["odd"] = distribute_tensor(value, mesh, [lies])
             with pytest.raises(
-                CheckpointError, match="the optimizer's odd of weight is a DTensor whose placements differ"
+                CheckpointError, match="the optimizer's odd of weight is a DTensor, and its placements differ"
             ):
                 manager.save(1, model, optimizer)
         optimizer.state[model.weight]["odd"] = distribute_tensor(torch.full((2, 3), 5.0), mesh, [Shard(0)])
@@ -215,7 +215,7 @@ def test_a_subclass_takes_the_state_of_its_class_where_it_keeps_no_more(tmp_path
         manager.save(1, model, optimizer)
         loaded = stepped(Counting, 0)
         manager.load(*loaded)
-        assert "has the state of AdamW; this optimizer is its subclass Counting" in caplog.text
+        assert "has the state of AdamW, and this optimizer is its subclass Counting" in caplog.text
         for one in ((model, optimizer), loaded):
             one[0].zero_grad()
             one[0](torch.ones(1, 3)).sum().backward()
@@ -223,7 +223,7 @@ def test_a_subclass_takes_the_state_of_its_class_where_it_keeps_no_more(tmp_path
         assert torch.equal(model.weight, loaded[0].weight)
         manager.load(*stepped(partial(Averaging, at_once=False), 0))  # nobody can know yet
         for at_once, times in ((True, 0), (False, 1)):
-            with pytest.raises(CheckpointError, match="which also keeps average"):
+            with pytest.raises(CheckpointError, match="also needs the state average"):
                 manager.load(*stepped(partial(Averaging, at_once=at_once), times))
         manager.save(2, *stepped(torch.optim.Adam, 1))
         for kind in (torch.optim.AdamW, Decoupled):  # of torch's own classes each steps in its own way

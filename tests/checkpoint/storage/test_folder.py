@@ -32,7 +32,7 @@ def test_a_save_begins_only_with_a_tenth_more_room_than_it_needs(tmp_path, free)
 def test_a_full_disk_is_told_as_such_and_other_errors_stay(tmp_path, free):
     for number in (errno.ENOSPC, errno.EDQUOT):
         with (
-            pytest.raises(CheckpointError, match=r"no space .* Earlier checkpoints are untouched"),
+            pytest.raises(CheckpointError, match=r"no space .* Earlier checkpoints are unchanged"),
             no_space_errors(tmp_path, 5),
         ):
             raise OSError(number, "full")

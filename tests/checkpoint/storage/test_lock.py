@@ -106,7 +106,7 @@ def test_a_file_system_without_locks_is_warned_of_and_saved_to(tmp_path, monkeyp
         assert json.loads((tmp_path / LOCK_FILE).read_text())["pid"] == os.getpid()
     assert manager.steps() == [1]
     assert f"does not support locks ({os.strerror(code)})" in caplog.text
-    assert "make sure that no other run writes to this folder" in caplog.text
+    assert "Make sure that no other run writes to this folder" in caplog.text
     assert "last owner in the file" not in caplog.text
     (tmp_path / LOCK_FILE).write_text('{"pid": 5}')
     RunLock(tmp_path).release()

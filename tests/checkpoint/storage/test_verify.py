@@ -160,16 +160,16 @@ def _rename_file(to: str) -> Any:
 
 CRAFTED = [
     (_set("format", to=FORMAT + 1), r"has format 3, .* reads format 2. Update Colonnade"),
-    (_rename_file("/etc/passwd"), "'/etc/passwd'; only plain names"),
+    (_rename_file("/etc/passwd"), "'/etc/passwd'. A file name must be plain"),
     (_set("files", 0, "size", to=1 << 40), "expected 1099511627776"),
     (_set("files", 0, "sha256", to="0" * 64), "expected 0000"),
-    (_set("step", to=2), "contains the checkpoint of step 2: the folder was renamed"),
+    (_set("step", to=2), "contains the checkpoint of step 2, so its folder was renamed"),
     (_set("tensors", 0, "parts", 0, "order", to=[0, 1]), "do not tile the full tensor of shape"),
     (_set("tensors", 0, "parts", 0, "key", to="nothing"), "cannot be read|does not contain"),
     (_cut(stops=[5, 11]), "do not tile the full tensor of shape"),
-    (_cut(files=[0, 9]), "refers to file 9 but lists only 4 files"),
+    (_cut(files=[0, 9]), "refers to file number 9, but lists only 4 files"),
     (_cut(files=[0, 2]), "rank-00002.safetensors cannot be read"),
-    (_set("items", 0, "tensors", to=10**4), "declares 10000 tensors, but its value has"),
+    (_set("items", 0, "tensors", to=10**4), "declares 10000 tensors, but contains"),
     (_set("layout", to=None), "layout is a NoneType"),
     (_set("layout", "axes", to=[["data"]]), "cannot be read"),
 ]

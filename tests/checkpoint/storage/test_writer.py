@@ -240,7 +240,7 @@ def test_a_failed_save_harms_nothing(tmp_path, monkeypatch, point, code):
         full = code != errno.EIO and point not in ("part written",)
         with pytest.raises(
             CheckpointError,
-            match=r"1\.1 MB are needed, .* MB are free at .* \(.*\)" if full else "saving step 2: OSError",
+            match=r"1\.1 MB are needed, .* MB are free\. .* \(.*\)" if full else "saving step 2: OSError",
         ):
             manager.save(2, model_at(2))
         assert {path: path.read_bytes() for path in (tmp_path / "step-00000001").iterdir()} == before

@@ -60,7 +60,7 @@ def test_a_process_that_has_ended_gives_up_a_minute_later_and_not_before(tmp_pat
     writer = writer_of(tmp_path)
     writer._note_file(0).touch()
     ended = {500: lambda: setattr(clock, "alive", False)}
-    with pytest.raises(CheckpointError, match=r"abandoned after 565.0 s: ranks \[1\] have not written"):
+    with pytest.raises(CheckpointError, match=r"abandoned after 565\.0 s, because ranks \[1\] have not written"):
         writer.wait_for_notes(Stop(clock, dict(ended)))
     clock.now, clock.alive = 0.0, True
     writer.wait_for_notes(Stop(clock, {**ended, 555: writer._note_file(1).touch}))

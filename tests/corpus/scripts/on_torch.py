@@ -311,6 +311,164 @@ def order_by_rank():
     train(model, batches(), before=reduce)
 
 
+def packed_heads():
+    """Gradients that are not None are packed and reduced; each rank uses another head."""
+    model = nn.ModuleDict({"trunk": nn.Linear(8, 6), "first": nn.Linear(6, 4), "second": nn.Linear(6, 4)})
+
+    class Heads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x):
+            task = (x[:, 0] > 0).long()
+            hidden, out = torch.tanh(model["trunk"](x)), torch.zeros(len(x), 4)
+            for number, head in enumerate(("first", "second")):
+                rows = (task == number).nonzero().squeeze(1)
+                if len(rows):
+                    out = out.index_copy(0, rows, model[head](hidden[rows]))
+            return out
+
+    def reduce():
+        some = [p for p in model.parameters() if p.grad is not None or not wrong]
+        for parameter in some:
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        flat = torch.cat([parameter.grad.flatten() for parameter in some])
+        dist.all_reduce(flat)
+        for parameter, part in zip(some, (flat / world).split([p.numel() for p in some]), strict=True):
+            parameter.grad = part.view_as(parameter).clone()
+
+    own = [(x.abs() * (1 if rank == 0 else -1), y) for x, y in batches()]
+    train(Heads(), own, before=reduce)
+
+
+class PlainExperts(nn.Module):
+    """Each rank keeps its experts in plain tensors, and runs them on the rows of all ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter, self.head = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.experts = nn.Parameter((torch.randn(4, 8, 8) / 3).chunk(world)[rank].clone())
+
+    def forward(self, x):
+        rows = AllRows.apply(self.enter(x))
+        first = rank * len(self.experts)
+        scores = rows.softmax(-1)[:, first : first + len(self.experts)]
+        return self.head(OwnRows.apply(torch.einsum("eij,ti,te->tj", self.experts, rows, scores)))
+
+
+class AllRows(torch.autograd.Function):
+    """The rows of all ranks; in backward the sum of the gradients of this rank's rows."""
+
+    @staticmethod
+    def forward(ctx, x):
+        found = [torch.empty_like(x) for _ in range(world)]
+        dist.all_gather(found, x.contiguous())
+        return torch.cat(found)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.clone()
+        dist.all_reduce(grad)
+        return grad.chunk(world)[rank]
+
+
+class OwnRows(torch.autograd.Function):
+    """This rank's rows of the sum; in backward the gradients of all rows."""
+
+    @staticmethod
+    def forward(ctx, x):
+        x = x.clone()
+        dist.all_reduce(x)
+        return x.chunk(world)[rank]
+
+    @staticmethod
+    def backward(ctx, grad):
+        found = [torch.empty_like(grad) for _ in range(world)]
+        dist.all_gather(found, grad.contiguous())
+        return torch.cat(found)
+
+
+def plain_experts():
+    """The gradients of experts, which contain those of all ranks' batches, are not divided by the number of ranks."""
+    model = PlainExperts()
+
+    def reduce():
+        average([*model.enter.parameters(), *model.head.parameters()])
+        if not wrong:
+            model.experts.grad /= world
+
+    train(model, batches(), before=reduce)
+
+
+def nan_step_skipped():
+    """No mistake: a row is NaN, and all ranks skip its step."""
+    own = batches()
+    if rank == 0:
+        own[1][0][2] = math.nan
+    model = DDP(mlp())
+    model, optimizer, own = colonnade.watch(model, torch.optim.Adam(model.parameters(), lr=0.01), own)
+    for x, y in own:
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        if torch.isfinite(nn.utils.clip_grad_norm_(model.parameters(), 5.0)):
+            optimizer.step()
+
+
+def complex_weight():
+    """No mistake: a complex parameter in the frequencies of a signal."""
+
+    class Spectral(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.filter, self.mix = nn.Parameter(torch.randn(5, dtype=torch.cfloat)), nn.Linear(8, 4)
+
+        def forward(self, x):
+            return self.mix(torch.fft.irfft(torch.fft.rfft(x) * self.filter, n=8).tanh())
+
+    model = Spectral()
+
+    def reduce():
+        for parameter in model.parameters():
+            grad = torch.view_as_real(parameter.grad) if parameter.is_complex() else parameter.grad
+            dist.all_reduce(grad)
+            grad /= world
+
+    train(model, batches(), before=reduce)
+
+
+def forward_mode():
+    """No mistake: the slope along a direction, by torch.func.jvp."""
+    model = mlp()
+    model, optimizer, own = colonnade.watch(model, torch.optim.SGD(model.parameters(), lr=0.1), batches())
+    for x, y in own:
+        weights = dict(model.named_parameters())
+        out, slope = torch.func.jvp(
+            lambda x, weights=weights: torch.func.functional_call(model, weights, (x,)), (x,), (torch.ones_like(x),)
+        )
+        optimizer.zero_grad()
+        (F.mse_loss(out, y) + slope.square().mean()).backward()
+        average(model.parameters())
+        optimizer.step()
+
+
+def for_each_row():
+    """No mistake: gradients of single rows by torch.func.vmap and grad."""
+    model = mlp()
+    model, optimizer, own = colonnade.watch(model, torch.optim.SGD(model.parameters(), lr=0.1), batches())
+
+    def loss(weights, x, y):
+        return F.mse_loss(torch.func.functional_call(model, weights, (x[None],)), y[None])
+
+    for x, y in own:
+        weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        each = torch.func.vmap(torch.func.grad(loss), (None, 0, 0))(weights, x, y)
+        for name, parameter in model.named_parameters():
+            parameter.grad = each[name].mean(0)
+        average(model.parameters())
+        optimizer.step()
+
+
 def averaging_optimizer():
     """No mistake: the optimizer averages the gradients inside step()."""
     model = mlp()

@@ -84,7 +84,7 @@ def _each_alone() -> list[str]:
 def test_one_rank_that_evaluates_alone_is_named_before_it_has_a_number():
     for case, said in zip(ALONE, run_world(2, _each_alone, timeout=60).values[0], strict=True):
         meanwhile = f"rank 1 is in the forward pass of step {case[2]} meanwhile"
-        assert f"is called outside of a training step on rank 0, and {meanwhile}" in said, case
+        assert f"rank 0 calls the model outside of a training step, and {meanwhile}" in said, case
         assert "over ranks 0, 1 of TENSOR" in said
         assert said.endswith("[C130]")
 
@@ -109,7 +109,7 @@ def _part_alone(part: str) -> None:
         if gpc.get_global_rank() == 0:
             engine.eval()
             with (
-                pytest.raises(GradientError, match=r"is called outside of a training step on rank 0, .*\[C130\]$"),
+                pytest.raises(GradientError, match=r"rank 0 calls the model outside of a training step, .*\[C130\]$"),
                 torch.no_grad(),
             ):
                 inside(numbers(3, 8, seed=100))

@@ -105,9 +105,14 @@ def test_ranks_that_see_the_same_data_and_are_given_other_batches_are_named():
     first, second = run_world(2, _samplers).values
     for said in (first, second):
         for run in ("_loop", "_schedule", "_fit"):
-            assert "step 0: ranks 0 and 1 differ only on the axis 'tensor'" in said[run], said[run]
+            assert (
+                "step 0: ranks 0 and 1 must get the same data, because they differ only on the axis 'tensor'"
+                in said[run]
+            ), said[run]
             assert "get_dataloader, or shard by gpc.get_local_rank(ParallelMode.DATA)" in said[run]
-        assert "ranks 0 and 1 differ only on the axis 'pipeline'" in said["pipeline"]
+        assert (
+            "ranks 0 and 1 must get the same data, because they differ only on the axis 'pipeline'" in said["pipeline"]
+        )
         assert "micro-batch 0 has 4 rows on the first stage of the pipeline and 3 on the last" in said["rows"]
 
 
@@ -160,7 +165,10 @@ def test_batches_of_ones_own_are_fine_and_ranks_that_do_not_do_the_same_are_name
     )
     assert "has waited" not in result.stderr[1]
     for said in result.values:
-        assert "the loss does not have the same form on all ranks: a mean on ranks 0; (sum, count) on ranks 1" in said
+        assert (
+            "the loss does not have the same form on all ranks. It is a mean on ranks 0; (sum, count) on ranks 1"
+            in said
+        )
 
 
 def test_a_digest_tells_batches_apart():
@@ -226,14 +234,17 @@ def rank(form: int = 0, inputs: tuple[int, int] = (0, 0), labels: tuple[int, int
         ([rank(1, (7, 4)), rank(2, (7, 4)), rank(), rank()], "a mean on ranks 0; .* on ranks 1;"),
         (
             [rank(1, (7, 4)), rank(1, (6, 4)), rank(), rank()],
-            "ranks 0 and 1 differ only on the axis 'tensor'.* different inputs: 4 rows .* other content",
+            "ranks 0 and 1 must get the same data, because they differ only on the axis 'tensor'.* different inputs: 4 rows .* different content",
         ),
-        ([rank(), rank(), rank(1, (7, 4)), rank(1, (6, 5))], "ranks 2 and 3 .* inputs: 4 rows on rank 2, 5 on rank 3"),
+        (
+            [rank(), rank(), rank(1, (7, 4)), rank(1, (6, 5))],
+            "ranks 2 and 3 .* inputs: 4 rows on rank 2, 5 rows on rank 3",
+        ),
         ([rank(1, (7, 0)), rank(1, (6, 0)), rank(), rank()], "different inputs: 0 rows .* other content"),  # scalars
         ([rank(1, (0, 4)), rank(1, (0, 3)), rank(), rank()], None),  # nothing was looked at
         (
             [rank(1, (7, 4), (8, 4)), rank(1, (7, 4), (8, 3)), rank(), rank()],
-            "different labels: 4 rows on rank 0, 3 on rank 1",
+            "different labels: 4 rows on rank 0, 3 rows on rank 1",
         ),
     ],
 )

@@ -129,7 +129,7 @@ CASES: dict[str, Case] = {
         PIPE,
         tied,
         lambda p, rank: SGD(p, lr=0.1 + rank),
-        "'lr' for the tied weight 'w' differs between stages: 0.1 at stage 0, 1.1 at",
+        "'lr' for the tied weight 'w' is 0.1 at stage 0 and 1.1 at",
     ),
 }
 
@@ -215,7 +215,9 @@ def _halves() -> list[tuple[str, float]]:
         with pytest.raises(ColonnadeError, match="do not agree on the weights of 'weight'") as refused:
             initialize(early, sgd, context=gpc)
         assert "were seeded alike" not in str(refused.value)  # this model was not
-        assert "If the model was built before launch, build it after" in str(refused.value)
+        assert "The model was built before launch, so the ranks drew different numbers: build it after" in str(
+            refused.value
+        )
     return told
 
 

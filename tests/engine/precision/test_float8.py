@@ -45,13 +45,13 @@ def test_forms():
 def test_what_is_not_there_is_refused_by_name(monkeypatch):
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"float8 needs torchao, which is not installed: pip install torchao"):
+    with pytest.raises(ConfigError, match=r"float8 needs torchao, which is not installed\. Run pip install torchao"):
         convert_to_float8(model, Float8Settings(emulate=True), CPU)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     with pytest.raises(ConfigError, match=r"needs a GPU of compute capability 8\.9 .* on cpu\. .*emulate=True"):
         convert_to_float8(model, Float8Settings(), CPU)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
-    with pytest.raises(ConfigError, match=r"recipe='rowwise' needs .* 9\.0 or above, and cuda:0 has 8\.9"):
+    with pytest.raises(ConfigError, match=r"recipe='rowwise' needs .* 9\.0 or above, but cuda:0 has 8\.9"):
         convert_to_float8(model, Float8Settings("rowwise"), torch.device("cuda:0"))
     least = {"tensorwise": (8, 9), "rowwise": (9, 0), "rowwise_with_gw_hp": (9, 0)}  # as torchao says
     for recipe, needed in least.items():

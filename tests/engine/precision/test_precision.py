@@ -149,7 +149,7 @@ def test_a_model_is_refused_only_where_autocast_would_do_nothing():
     for dtype, key in ((torch.bfloat16, "bf16"), (torch.float16, "fp16")):
         for model in (mixed, nn.Tanh()):
             Precision(dtype).apply(model, CPU, 0)
-        with pytest.raises(ConfigError, match=f"^{key} has no effect on this model: weight and all"):
+        with pytest.raises(ConfigError, match=f"^{key} has no effect on this model, because weight and all"):
             Precision(dtype).apply(nn.Linear(2, 2).double(), CPU, 0)
 
 

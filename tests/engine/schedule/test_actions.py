@@ -36,7 +36,7 @@ def test_the_written_form(text: str, action: Action) -> None:
 
 @pytest.mark.parametrize("text", ["", "F0", "2F", "2X0", "2F0 2F1", "-1F0", "2f0"])
 def test_what_is_no_action_is_refused_with_the_form(text: str) -> None:
-    with pytest.raises(ScheduleError, match="as in 2F0"):
+    with pytest.raises(ScheduleError, match="such as 2F0"):
         Action.parse(text)
 
 

@@ -74,9 +74,9 @@ def test_a_function_of_the_user_comes_first_and_the_rows_are_counted():
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        ((1, 2, 3), "a batch must be (data, label), a dict or a tensor, not a tuple of 3; "),
-        ([1], "a batch must be (data, label), a dict or a tensor, not a list of 1; "),
-        ("text", "a batch must be (data, label), a dict or a tensor, not a str; "),
+        ((1, 2, 3), "a batch must be (data, label), a dict or a tensor, but the loader returned a tuple of 3. "),
+        ([1], "a batch must be (data, label), a dict or a tensor, but the loader returned a list of 1. "),
+        ("text", "a batch must be (data, label), a dict or a tensor, but the loader returned a str. "),
     ],
 )
 def test_what_is_no_batch_is_said(batch, message):
@@ -87,7 +87,7 @@ def test_what_is_no_batch_is_said(batch, message):
 
 def test_without_an_iterator_it_is_said():
     with pytest.raises(
-        ScheduleError, match=r"^this schedule needs a data iterator on this rank, but got None; pass iter"
+        ScheduleError, match=r"^this schedule needs a data iterator on this rank, but got None\. Pass iter"
     ):
         prepared().load_batch(None)  # type: ignore[arg-type]
 
@@ -96,7 +96,7 @@ def test_without_an_iterator_it_is_said():
 def test_a_result_is_output_label_and_loss(result):
     assert checked_result(Plain(), [1, None, TWO]) == (1, None, TWO)
     with pytest.raises(
-        ScheduleError, match=r"^Plain.forward_back_step\(\) returned .*; it must return \(output, label, loss\)"
+        ScheduleError, match=r"^Plain.forward_back_step\(\) returned .*\. Return \(output, label, loss\)"
     ):
         checked_result(Plain(), result)
 

@@ -114,7 +114,7 @@ def test_a_model_may_return_its_own_loss(gives, criterion, config):
 @pytest.mark.parametrize(
     ("criterion", "batch", "told"),
     [
-        (None, BATCH["input_ids"], r"the loss is unknown: .* float32\[4, 2\].*pass criterion= to initialize"),
+        (None, BATCH["input_ids"], r"the loss is unknown, because .* float32\[4, 2\].*Pass criterion= to initialize"),
         (F.cross_entropy, {"input_ids": BATCH["input_ids"]}, r"cross_entropy takes .*no label.*a dict with 'labels'"),
         (nn.CrossEntropyLoss(), BATCH["input_ids"], r"CrossEntropyLoss takes .*no label.*data_process_func"),
     ],
@@ -146,7 +146,7 @@ def test_a_schedule_that_does_not_return_output_label_and_loss_is_refused(result
         engine, *_ = initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, context=gpc)
         engine.schedule = Returns()
         engine.schedule.result = result
-        with pytest.raises(ScheduleError, match=rf"Returns.forward_back_step\(\) returned {told}; it must return"):
+        with pytest.raises(ScheduleError, match=rf"Returns.forward_back_step\(\) returned {told}\. Return"):
             engine.execute_schedule(iter([(BATCH["input_ids"], BATCH["labels"])]))
 
 
@@ -235,5 +235,5 @@ def test_an_error_inside_a_criterion_stays_what_it_is():
 
     with pytest.raises(TypeError, match="inside"):
         _loss_of(wrong, 1, None)
-    with pytest.raises(ScheduleError, match=r"<lambda> takes 2 arguments, and there is no label"):
+    with pytest.raises(ScheduleError, match=r"<lambda> takes 2 arguments, but the batch has no label"):
         _loss_of(lambda output, label: None, 1, None)

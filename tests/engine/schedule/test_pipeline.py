@@ -256,7 +256,7 @@ def test_a_schedule_that_does_not_fit_is_refused_before_the_first_step() -> None
         one_rank_engine(TableSchedule(["0F0 0B0", "1F0 1B0"]), models.criterion)
     with pytest.raises(ScheduleError, match="0F1 is missing"):
         one_rank_engine(TableSchedule(["0F0 0B0"], num_microbatches=2), models.criterion)
-    with pytest.raises(ScheduleError, match=r"the stages 0, 1, but it has 1 stage module"):
+    with pytest.raises(ScheduleError, match=r"the stages 0, 1, but rank \d has 1 stage module"):
         one_rank_engine(PipelineSchedule(4, "zb_v", num_chunks=2), models.criterion)
 
 

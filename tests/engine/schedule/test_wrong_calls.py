@@ -69,12 +69,12 @@ def test_a_batch_for_one_stage_is_refused_with_the_schedule_as_the_way():
     first, second = run_world(2, _as_whole, timeout=30).values
     assert (len(first), len(second)) == (5, 6)
     for said in (*first, *second):
-        assert "engine.execute_schedule(iter([batch])) on every rank" in said
+        assert "engine.execute_schedule(iter([batch]))" in said
         assert said.endswith("[C132]")
 
 
 def test_a_batch_without_rows_is_named():
-    with pytest.raises(ScheduleError, match=r"^a batch of 0 rows cannot be split: a pipeline.*\[C052\]$"):
+    with pytest.raises(ScheduleError, match=r"^a batch of 0 rows cannot be split, because a pipeline.*\[C052\]$"):
         split_into_micro_batches(torch.ones(0, 4), torch.ones(0), 2)
     with pytest.raises(ScheduleError, match="Set num_microbatches to 1 or less"):
         split_into_micro_batches(torch.ones(1, 4), torch.ones(1), 2)
@@ -88,10 +88,10 @@ def test_a_criterion_that_is_given_more_values_than_it_takes_is_told_whose_they_
     one = torch.ones(())
     with pytest.raises(ScheduleError) as caught:
         call_criterion(_two, (one, one), one)
-    assert "_two takes at most 2 arguments, and was given 3: the model returned 2 values" in str(caught.value)
+    assert "_two takes at most 2 arguments, but 3 were given: the model returned 2 values" in str(caught.value)
     assert "lambda output_0, output_1, label: ..." in str(caught.value)
     with pytest.raises(
-        ScheduleError, match="MSELoss takes at most 2 arguments, and was given 4: the label is 3 values"
+        ScheduleError, match="MSELoss takes at most 2 arguments, but 4 were given: the label is 3 values"
     ):
         call_criterion(nn.MSELoss(), one, (one, one, one))
     with pytest.raises(TypeError, match="unsupported operand"):  # an error inside is the user's own

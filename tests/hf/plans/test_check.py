@@ -97,11 +97,11 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
         {**PLAN, "block.*.mlp.up": "colwise"},
         r"'block\.\*\.mlp\.up' matches no .*Did you mean 'blocks\.\*\.mlp\.up'",
     ),
-    "a prefix": (Model, {"blocks.*.up": "colwise"}, r"matches no .*Names are blocks\.\*\.mlp\.up"),
+    "a prefix": (Model, {"blocks.*.up": "colwise"}, r"matches no .*Names in the model are blocks\.\*\.mlp\.up"),
     "two styles": (
         Model,
         {**PLAN, "blocks.0.mlp.up": "rowwise"},
-        r"'blocks\.0\.mlp\.up' two styles: .*'colwise', and .*'rowwise'",
+        r"'blocks\.0\.mlp\.up' two styles\. The pattern .*'colwise', and .*'rowwise'",
     ),
     "unknown": (Model, {"norm": "colwize"}, r"'norm' the unknown style 'colwize'; .*packed_rowwise.*'colwise'\?"),
     "no row": (
@@ -117,7 +117,7 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "heads": (
         heads,
         {"attention.q": "colwise", "attention.o": "rowwise"},
-        r"'attention\.q' has 3 heads of 4 features, which tensor size 2",
+        r"'attention\.q' has 3 heads of 4 features, but tensor size 2",
     ),
     "features": (
         lambda: nn.ModuleDict({"up": nn.Linear(4, 7), "down": nn.Linear(7, 4)}),
@@ -127,12 +127,12 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "no linear": (
         Model,
         {"norm": "colwise_gather_output"},
-        r"'norm' is a LayerNorm, but the TP plan's style is for nn\.Linear",
+        r"'norm' is a LayerNorm, but the TP plan gives it a style for nn\.Linear",
     ),
     "sections": (
         packed_model,
         {**PACKED, "blocks.*.mlp.gate_up": {"style": "packed_colwise", "sections": (40, 40)}},
-        r"sections=\(40, 40\) of the TP plan do not add up to the layer's 64 features",
+        r"sections=\(40, 40\) of the TP plan do not add up to 64",
     ),
     "no section": (
         packed_model,
@@ -142,7 +142,7 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "sections below zero": (packed_model, packed((96, -32)), r"'blocks\.0\.mlp\.gate_up': .*sections=\(96, -32\)"),
     "sections in words": (packed_model, packed("two"), r"sections='two'"),
     "sections that are none": (packed_model, packed(()), r"sections=\(\)"),
-    "equal sections": (packed_model, packed(3), r"sections=3 of the TP plan do not add up to the layer's 64 features"),
+    "equal sections": (packed_model, packed(3), r"sections=3 of the TP plan do not add up to 64"),
     "an option": (
         pair(),
         {**UP_DOWN, "up": {"style": "colwise", "section": 2}},
@@ -151,7 +151,7 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "an option of another": (
         Model,
         {**PLAN, "norm": {"style": "replicate", "sections": 2}},
-        r"'norm' the unknown option 'sections'; 'replicate' takes 'divide'",
+        r"'norm' the unknown option 'sections'\. The options of 'replicate' are 'divide'",
     ),
     "no style": (pair(), {"up": {"stile": "colwise"}}, r"'up' the unknown option 'stile'; .*Did you mean 'style'"),
     "divide in one word": (
@@ -191,7 +191,7 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "a tie": (
         tied_to_a_convolution,
         {"up": "colwise", "down": "rowwise"},
-        r"'up\.weight' and 'other\.weight' are one parameter, .*would untie them",
+        r"'up\.weight' and 'other\.weight' are one tied parameter, .*would untie the two",
     ),
     "a tie cut twice": (
         lambda: Model(tied=True),
@@ -218,7 +218,7 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
         {**PLAN, "blocks.*.attention": {"divide": ("heads",)}},
         r"'heads' is None, which the tensor size 2 does not divide",
     ),
-    "no plan": (Model, None, r"Model has no TP plan of its own"),
+    "no plan": (Model, None, r"Model has no TP plan"),
 }
 
 
@@ -284,7 +284,7 @@ def test_a_sample_shows_what_names_cannot_tell():
 @on_ranks(4)
 def test_modes_that_cut_otherwise_are_refused():
     config = {"parallel": {"tensor": {"size": 4, "mode": "2d"}}}
-    said = r"tensor\.mode='2d': a TP plan shards layers for mode '1d'"
+    said = r"tensor\.mode is '2d', but a TP plan requires mode '1d'"
     with launch(config, context=ParallelContext(), verbose=False) as gpc, pytest.raises(ConfigError, match=said):
         parallelize(build(), PLAN, context=gpc)
 

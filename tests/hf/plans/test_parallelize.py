@@ -175,5 +175,5 @@ def test_the_old_keyword_of_the_plan_still_works_with_a_warning():
         with pytest.warns(DeprecationWarning, match=r"write parallelize_plan=") as caught:
             assert parallelize(model, plan=PLAN, context=gpc) is model
         assert caught[0].filename == __file__
-        with pytest.raises(PlacementError, match="pass only the first"):
+        with pytest.raises(PlacementError, match="Pass only parallelize_plan="):
             parallelize(build(), PLAN, plan=PLAN, context=gpc)

@@ -102,7 +102,7 @@ def test_small_sizes_are_cut_and_every_rank_has_its_own_block(name):
         ("1d", lambda h: Linear(4, 6, unit=4, arrangement=h), "out_features of size 1 x 4 cannot"),
         ("2d", lambda h: partition_input(torch.zeros(3, 2, 4), arrangement=h), "batch of size 3 cannot"),
         ("1d, sequence split", lambda h: partition_input(torch.zeros(2, 3, 4), arrangement=h), "sequence of size 3 cannot"),
-        ("2d", lambda h: type(h)(h.context, sequence_split=True), "TwoD already shards activations"),
+        ("2d", lambda h: type(h)(h.context, sequence_split=True), "TwoD does not support sequence_split=True, because it already shards activations"),
         ("1d", lambda h: Linear(4, 12, unit=4, arrangement=h), ""),
         ("2d", lambda h: Linear(4, 8, unit=4, arrangement=h), ""),
         ("2d", lambda h: partition_input(torch.zeros(2, 3, 2), arrangement=h), ""),

@@ -54,7 +54,7 @@ def test_a_layer_of_torch_is_taken_as_it_is(parts, bias):
     assert colonnade.nn.HiddenParameter(torch.ones(3)).weight.requires_grad
     with pytest.raises(PlacementError, match=r"'0.weight' and '1.weight' come from one full parameter"):
         check_ties([nn.Sequential(*(colonnade.nn.Linear.from_module(plain.requires_grad_()) for _ in range(2)))])
-    with pytest.raises(ConfigError, match="not divisible into parts=4"):
+    with pytest.raises(ConfigError, match="cannot be divided into 4 equal parts"):
         colonnade.nn.Linear.from_module(plain, parts=4)
 
 
@@ -78,8 +78,8 @@ def test_dropout_and_embeddings_of_torch_are_taken_with_their_settings():
         ({"split": "rows"}, "'column' and 'row'"),
         ({"split": "row", "gather_output": True}, "already full"),
         ({"input_is_parallel": False}, "takes a full input"),
-        ({"parts": 2, "split": "row"}, r"parts=2\): several weights"),
-        ({"parts": 2, "gather_output": True}, r"parts=2\): several weights"),
+        ({"parts": 2, "split": "row"}, r"parts=2, but several weights"),
+        ({"parts": 2, "gather_output": True}, r"parts=2, but several weights"),
         ({"parts": 3}, ""),
         ({"split": "row"}, ""),
         ({"split": "row", "input_is_parallel": False}, ""),
@@ -161,8 +161,8 @@ def _refused_by_lines() -> list[str]:
 def test_what_cannot_be_split_is_said_when_it_is_built():
     messages = run_world(2, _refused_by_lines).values[0]
     wanted = (
-        "heads=1: some ranks of ParallelMode.PARALLEL_1D would have no heads; use fewer ranks",
-        "kv_heads=1: some ranks",
+        "heads=1 leaves some ranks of ParallelMode.PARALLEL_1D without heads. Use fewer ranks",
+        "kv_heads=1 leaves some ranks",
         "sequence of size 3",
         "Embedding(6, 4)",
         "do not fit",

@@ -119,7 +119,10 @@ SQUARE: list[tuple[Build, str]] = [
         r"Linear 'layers.1' takes.*computed with 'layers.0.table.weight'",
     ),
     (lambda h: Way(h, nn.Linear(16, 16), linear(h), enter=False), r"computed with 'layers.0.(weight|bias)'"),
-    (lambda h: Way(h, linear(h), enter=False), r"Linear 'layers.0' takes 8 of 16 features here.*but got 16"),
+    (
+        lambda h: Way(h, linear(h), enter=False),
+        r"Linear 'layers\.0' takes 8 of 16 features on this rank.*but the input has 16",
+    ),
     (lambda h: Way(h, L.LayerNorm(HIDDEN, arrangement=h), enter=False), r"LayerNorm 'layers.0' takes 8 of 16"),
     (
         lambda h: Way(h, linear(h), Way(h, row(h))),

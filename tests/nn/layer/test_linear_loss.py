@@ -254,10 +254,10 @@ def test_bad_input_is_refused_by_name():
     criterion = LinearCrossEntropyLoss(arrangement=_whole())
     with pytest.raises(ConfigError, match=r"label 11 is not one of the 11 classes \(0 to 10\)"):
         criterion(hidden, weight, labels.fill_(CLASSES))
-    with pytest.raises(PlacementError, match=r"labels of shape \(4, 5\)"):
+    with pytest.raises(PlacementError, match=r"labels have shape \(4, 5\)"):
         criterion(hidden, weight, labels[:, 1:])
     for shape in ((CLASSES, 6), (1, CLASSES, HIDDEN), (HIDDEN,)):
-        with pytest.raises(PlacementError, match="do not fit"):
+        with pytest.raises(PlacementError, match="second dimension of the weight"):
             criterion(hidden, torch.zeros(shape), labels)
     with pytest.raises(ConfigError, match="reduction='none'"):
         LinearCrossEntropyLoss(reduction="none", arrangement=_whole())

@@ -247,7 +247,7 @@ def _refusals() -> list[str]:
 
 def test_what_cannot_be_meant_is_refused_on_every_rank_before_anything_is_sent():
     heads, lengths = run_world(2, _refusals).values[0]
-    assert "3 heads, which 2 ranks cannot split" in heads
+    assert "3 heads, which cannot be divided evenly over 2 ranks" in heads
     assert "lengths=[3, 4, 4]" in lengths
 
 

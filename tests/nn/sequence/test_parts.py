@@ -34,7 +34,9 @@ def test_balanced_parts_share_the_work_of_a_causal_mask(total, size):
 
 def test_contiguous_parts_may_have_any_lengths_balanced_ones_may_not():
     assert Parts((5, 0, 2)).positions(2).tolist() == [5, 6]
-    with pytest.raises(LayoutError, match=r"balanced parts of 7 tokens have lengths \[3, 4\], not \[5, 2\]"):
+    with pytest.raises(
+        LayoutError, match=r"balanced parts of 7 tokens have lengths \[3, 4\], but the given lengths are \[5, 2\]"
+    ):
         Parts((5, 2), balanced=True)
 
 

@@ -70,7 +70,7 @@ def test_named_modules_are_chosen_inner_ones_first():
     assert names_of(root, chosen_modules(root, ["Block", "*.inner"])) == ["1.inner", "1", "0.inner", "0"]
     assert names_of(root, chosen_modules(root, ["0"])) == ["0"]
     for wrong, said in (
-        ("Blok", "zero.wrap: 'Blok' matches no module name and no class."),
+        ("Blok", "the pattern 'Blok' in zero.wrap matches no module name and no class."),
         ("0.iner", "Did you mean '0.inner'"),
     ):
         with pytest.raises(ConfigError) as error:

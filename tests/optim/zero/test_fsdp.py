@@ -139,8 +139,8 @@ def test_hybrid_shards_lie_inside_a_host_and_are_replicas_on_others():
 
 def test_shards_that_need_not_lie_on_two_hosts_are_told():
     world = run_world(4, _wide, env={"LOCAL_WORLD_SIZE": "2"})
-    assert "the 4 ranks that share shards" in world.stderr[0]
-    assert "With data=2 and mine of size 2 they would be on one host" in world.stderr[0]
+    assert "The 4 ranks that share shards" in world.stderr[0]
+    assert "Use data=2 and mine of size 2 to place them on one host" in world.stderr[0]
     assert "zero.replicate" not in world.stderr[1]
 
 
@@ -183,12 +183,12 @@ def pair() -> nn.Sequential:
 @on_ranks(4)
 def test_refusals_say_what_to_do():
     gpc = ParallelContext()
-    mixed = pytest.raises(ColonnadeError, match=r"experts over EXPERT_DATA / 4.*module of their own")
+    mixed = pytest.raises(ColonnadeError, match=r"experts over EXPERT_DATA / 4.*separate module")
     with launch({"parallel": {"expert": 2}, "zero": 3}, context=gpc, verbose=False), mixed:
         initialize(SplitMoe(gpc), adamw, context=gpc)
     for zero, message in [
         ({"stage": 3, "wrap": "laiers.*"}, "matches no module name"),
-        ({"stage": 3, "replicate": "mine"}, "must name an axis other than data"),
+        ({"stage": 3, "replicate": "mine"}, "must be an axis other than data"),
     ]:
         context = ParallelContext()
         with launch({"zero": zero}, context=context, verbose=False), pytest.raises(ColonnadeError, match=message):
@@ -205,7 +205,7 @@ def _uneven() -> str:
 
 
 def test_a_rank_may_not_run_out_of_batches_under_stage_3():
-    assert all("equally many batches" in said for said in run_world(2, _uneven).values)
+    assert all("the same number of batches" in said for said in run_world(2, _uneven).values)
 
 
 class Deep(nn.Module):

@@ -61,7 +61,7 @@ def test_shards_are_replicas_on_an_axis_beside_data_that_sees_distinct_data():
     assert replica_mode(layout, None) is None
     assert replica_mode(layout, "mine") is MINE
     for name in ("data", "tensor", "min"):
-        with pytest.raises(ConfigError, match=f"zero.replicate='{name}' must name an axis .* has mine"):
+        with pytest.raises(ConfigError, match=f"zero.replicate is '{name}'; it must be an axis .* has mine"):
             replica_mode(layout, name)
 
 
@@ -100,11 +100,11 @@ def test_without_replicas_of_shards_the_axes_stay_in_their_order():
         (8, 1, None, None),
         (8, 1, "1", None),
         (8, 1, "32", None),
-        (8, 1, "4", "With data=4 and mine of size 8 they would be on one host"),
+        (8, 1, "4", "Use data=4 and mine of size 8 to place them on one host"),
         (16, 1, "8", r"the 16 ranks .* such as \[0, 1, 2, 3, 4, 5, 6, 7\], are not on one host of 8 ranks"),
-        (8, 2, "8", "With data=4 and mine of size 4 they would"),
+        (8, 2, "8", "Use data=4 and mine of size 4 to place"),
         (4, 4, "4", None),  # a host has no room for two
-        (8, 1, "6", "With data=2 and mine of size 16 they would"),
+        (8, 1, "6", "Use data=2 and mine of size 16 to place"),
     ],
 )
 def test_shards_between_hosts_are_told_where_smaller_groups_would_fit(data, tensor, here, told):

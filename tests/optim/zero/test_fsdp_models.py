@@ -259,7 +259,7 @@ def _refused() -> None:
         (plain_net, rprop, "Rprop could not step on a shard"),
         (plain_net, adafactor, "Adafactor could not step on a shard"),
         (plain_net, lbfgs, r"LBFGS\.step\(\) needs 'closure'"),
-        (plain_net, lambda p: Local(p, lr=0.1), "a step of Local on the shards"),
+        (plain_net, lambda p: Local(p, lr=0.1), "Local updates the shards"),
         (mixed_net, adamw, r"one\.0\.weight is torch\.float64; one\.2\.weight is torch\.float32"),
     ]
     for build, make, message in cases:

@@ -323,6 +323,15 @@ def only_module(name):
     return change
 
 
+def of_own_columns(world, value, name, rank, **_):
+    """The tensor ranks have the whole parameter, and the gradients of their own columns only."""
+    return value + 0.3 * (1 + world.place(rank)[2]) * value.sin() if name == "down.weight" else value
+
+
+def other_on_each_rank(world, value, name, at, rank):
+    return value * (1 + 0.1 * (1 + rank) * value.sin()) if name == "down.weight" else value
+
+
 def more(world, value, **_):
     return value + 1
 
@@ -398,7 +407,10 @@ PLANTED = {
         (World(2, 1), {"raw": times(0.3, ["down.weight"])}),
         (World(2, 1), {"raw": times(-1, ["down.weight", "up.bias"])}),
     ],
-    "partial-gradient": [(World(2, 2), {"total": over(("DATA",), ["norm.weight"])})],
+    "partial-gradient": [
+        (World(1, 2), {"raw": of_own_columns}),
+        (World(2, 2), {"total": over(("DATA",), ["norm.weight"])}),
+    ],
     "tied-copy-missed": [(World(2, 1, 2), {"total": over(("DATA",), ["embed.weight"])})],
     "reduced-over-other-mode": [
         (World(2, 4), {"total": sum_over_tensor_instead}),
@@ -422,7 +434,10 @@ PLANTED = {
     "own-decision": [
         (World(2, 1), {"total": mean_of_own, "of_data_rank": lambda world, value: of_own_batch(value)}),
     ],
-    "changed-between-steps": [(World(2, 1), {"started": swapped_on_rank_1, "loss": more_in_step_1})],
+    "changed-between-steps": [
+        (World(2, 1), {"started": swapped_on_rank_1, "loss": more_in_step_1}),
+        (World(2, 1), {"loss": more_in_step_1}),
+    ],
     "rows-differ": [
         (
             World(2, 1),
@@ -715,6 +730,13 @@ def test_the_end_of_a_bucket_that_is_not_reduced_is_this_ranks_gradient():
     findings = diagnose(World(2, 1, plant={"total": end}).evidence()).findings
     assert [finding.cause for finding in findings] == ["not-reduced"] * len(findings)
     assert all("this rank's local gradient, not reduced over DATA" in finding.sentence for finding in findings)
+
+
+def test_code_after_right_local_gradients_is_blamed_and_no_handler():
+    (finding,) = diagnose(World(2, 1, plant={"total": other_on_each_rank}).evidence()).findings
+    assert finding.cause == "replicas-differ"
+    assert "although their local gradients are right" in finding.sentence
+    assert "ledger" not in finding.sentence
 
 
 def test_replicas_name_their_ranks():

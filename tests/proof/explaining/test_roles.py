@@ -78,7 +78,7 @@ def communicates() -> nn.Module:
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (communicates, "could not be built on the meta device, as rank 0 of 8 without process groups"),
+        (communicates, "could not be built on the meta device for rank 0 of 8, without process groups"),
         (lambda width: nn.Linear(width, 2), "requires width, which is not available here"),
         (lambda: 3, "returned a int"),
         (lambda: split(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)), num_stages=3), "split into 3"),
@@ -93,5 +93,5 @@ def test_stages_without_a_pipeline_are_refused():
     def build() -> Any:
         return split(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), num_stages=2)
 
-    with pytest.raises(ConfigError, match="NonPipelineSchedule runs no pipeline"):
+    with pytest.raises(ConfigError, match="NonPipelineSchedule does not run a pipeline"):
         list(roles(load_config({}), 8, build, ParallelContext()))

@@ -92,3 +92,26 @@ def test_a_name_that_is_not_known_is_an_error_with_the_right_one():
 
 def test_every_mistake_may_be_called_only_what_is_a_cause():
     assert {cause for one in MISTAKES.values() for cause in one.causes} <= set(CAUSES)
+
+
+def _of_zero_3() -> list[str]:
+    """On a rank: the mistakes that have no place in a run whose gradients are all FSDP2's."""
+    absent = []
+    for name in ("forget-accumulation", "scale-the-loss", "no-divisor"):
+        with launch({"zero": 3, "gradient_accumulation": 2}, context=ParallelContext(), verbose=False) as gpc:
+            model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2)).double()
+            engine, *_ = initialize(
+                model, lambda parameters: torch.optim.SGD(parameters, lr=0.1), torch.nn.MSELoss(), context=gpc
+            )
+            try:
+                plant(engine, name)
+            except NotHere:
+                absent.append(name)
+            finally:
+                engine.close()
+    return absent
+
+
+@pytest.mark.slow
+def test_a_factor_on_gradients_that_cannot_be_changed_has_no_place():
+    assert run_world(2, _of_zero_3).values[0] == ["forget-accumulation", "scale-the-loss", "no-divisor"]

@@ -49,7 +49,7 @@ def test_the_page_is_made_when_it_is_asked_for(ask, tmp_path):
 def test_only_this_machine_and_only_the_page(ask):
     assert ask("/etc/passwd")[0] == 404
     assert ask("/", Host="attacker.example:80")[0] == 403
-    with pytest.raises(ConfigError, match="give another with --port"):
+    with pytest.raises(ConfigError, match="Give another port with --port"):
         make_server(["x"], ask.port)
     assert ask("/", "POST")[0] == 501
     assert ask("/", Host="localhost")[0] == 200

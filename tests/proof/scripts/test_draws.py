@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,8 +12,20 @@ from colonnade.proof.scripts import Script, verify_script
 DRAWS = str(Path(__file__).parent / "of_users" / "draws.py")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
-JOINED = ["randn_like", "depth engine", "mixup"]
-MORE = ["depth", "gumbel", "vae", "choice", "checkpoint", "feature_dropout", "rrelu", "lstm", "noise", "unused"]
+JOINED = ["randn_like", "depth engine"]
+MORE = [
+    "mixup",
+    "depth",
+    "gumbel",
+    "vae",
+    "choice",
+    "checkpoint",
+    "feature_dropout",
+    "rrelu",
+    "lstm",
+    "noise",
+    "unused",
+]
 NOT_JOINED = {"depth_by_rank": "module 2: ", "host": "random module", "mixup_by_rank": "the loop"}
 
 
@@ -35,16 +44,6 @@ def test_random_numbers_of_the_ranks_are_repeated(kind: str, monkeypatch: pytest
     doubled = _verified(f"{kind} doubled", monkeypatch)
     assert any("0.weight" in finding.parameters for finding in doubled.findings), str(doubled)
     assert doubled.findings[0].factor == pytest.approx(2.0), str(doubled)
-
-
-def test_the_command_ends_with_2_and_names_the_module() -> None:
-    command = [sys.executable, "-m", "colonnade.cli", "verify", "--nproc", "2", DRAWS, "depth_by_rank"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, "TORCH_DISTRIBUTED_DEBUG": "OFF"}, check=False
-    )
-    assert done.returncode == 2, done.stderr
-    assert done.stdout.startswith("cannot tell whether the run matches a single-process run")
-    assert "module 2: ranks with distinct data draw different numbers" in done.stdout
 
 
 @pytest.mark.long

@@ -54,7 +54,7 @@ def test_a_config_is_told_from_a_script(config: Path) -> None:
 
 def test_what_is_named_must_be_there(config: Path) -> None:
     for given, message in (
-        (Given(str(config), "net.py"), "--model 'net.py': write MODULE:FUNCTION"),
+        (Given(str(config), "net.py"), "--model 'net.py' is not valid. Write MODULE:FUNCTION"),
         (Given(str(config), "net.py:biuld"), "--model 'net.py:biuld': net.py has no function 'biuld'.*build"),
         (Given(str(config), "net.py:build", batch="nowhere:batch"), "'nowhere' cannot be imported"),
         (Given(str(config), "net.py:build", imports=("nowhere",)), "'nowhere' cannot be imported"),
@@ -66,7 +66,7 @@ def test_what_is_named_must_be_there(config: Path) -> None:
 
 def test_options_that_do_not_fit_are_refused_before_a_process_starts(config: Path) -> None:
     for words, message in (
-        ((config,), "is a config, which defines no training"),
+        ((config,), "is a config, and a config contains no training loop"),
         (("--batch", "net.py:batch", config.parent / "net.py"), "requires --model"),
         (("--dropout", "0.5", config.parent / "net.py"), "'0.5' is not allowed: use own or 0"),
     ):

@@ -66,13 +66,6 @@ def test_who_notices(tmp_path):
     assert (tried["swap-two-shards"]["verify"], tried["swap-two-shards"]["tests"]) == (NOT_PLANTED, NOT_PLANTED)
 
 
-@pytest.mark.slow
-def test_a_name_that_is_not_known_ends_with_2(tmp_path):
-    done = run(tmp_path, "--mistakes", "clip-thrice")
-    assert done.returncode == 2
-    assert "clip-thrice" in done.stderr
-
-
 def test_the_table_says_what_was_missed():
     tried = [
         Tried("drift", "weights drift", YES, ("optimizer-differs",), True, NO),

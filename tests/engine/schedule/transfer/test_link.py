@@ -366,7 +366,7 @@ def test_a_group_that_cannot_move_cpu_memory_is_refused_with_the_right_backend()
     found, wanted, message = run_world(1, backends).values[0]
     assert found["cpu"] == "gloo"
     assert wanted == "gloo"
-    assert "moves cuda memory, but it must also move cpu memory" in message
+    assert "supports cuda memory, but transfers also need cpu memory" in message
     assert "backend='gloo'" in message
 
 
@@ -401,7 +401,7 @@ def test_a_wire_moves_the_memory_that_its_backend_can(monkeypatch, backends, dev
     monkeypatch.setattr(link_module, "backends_of", lambda group: backends)
     if moved is None:
         with pytest.raises(
-            ScheduleError, match=r"moves cuda memory, but it must also move cpu memory.*cpu:gloo,cuda:nccl"
+            ScheduleError, match=r"supports cuda memory, but transfers also need cpu memory.*cpu:gloo,cuda:nccl"
         ):
             link_module.Wire(None, 1, torch.device(device))
     else:

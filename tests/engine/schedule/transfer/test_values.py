@@ -84,7 +84,7 @@ def test_ordered_dicts_and_sizes_become_plain_ones() -> None:
         ({"cache": [1, {2}]}, r"the output\['cache'\]\[1\] is a set"),
         (Pair(1, 2), "the output is a Pair"),
         ((Kind.FORWARD,), r"the output\[0\] is a Kind"),
-        ({(1, 2): 3}, r"the output has the key \(1, 2\), a tuple"),
+        ({(1, 2): 3}, r"the output has the key \(1, 2\) of type tuple"),
         (torch.eye(2).to_sparse(), "layout torch.sparse_coo"),
         (torch.ones(2).as_subclass(type("Mine", (torch.Tensor,), {})), "the output is a Mine"),
     ],
