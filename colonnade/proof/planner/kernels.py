@@ -37,9 +37,14 @@ class Shaped:
     def of(cls, tensor: Tensor) -> Shaped:
         """Describe a tensor."""
         shape, strides = tuple(tensor.shape), tensor.stride()
-        held = prod(size for size, stride in zip(shape, strides, strict=True) if stride)
+        held = dense = 1
+        contiguous = True
+        for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+            held *= size if stride else 1
+            contiguous &= size == 1 or stride == dense
+            dense *= size
         turned = len(shape) > 1 and strides[-1] != 1 and shape[-1] > 1
-        strided = not tensor.is_contiguous() and held == tensor.numel()
+        strided = not contiguous and held == dense
         return cls(shape, tensor.dtype, held * tensor.dtype.itemsize, turned, strided)
 
 
