@@ -138,6 +138,10 @@ class RecordedStep:
     """The results of random operators."""
     options: Options = field(default_factory=list)
     """The options of the optimizer in this step."""
+    state: dict[StateName, Tensor] = field(default_factory=dict)
+    """The state of the optimizer before its step, if two runs of the script are compared with each other."""
+    generators: Tensor | None = None
+    """The state of torch's random number generator before the optimizer's step, likewise."""
 
 
 @dataclass(frozen=True)
@@ -358,6 +362,11 @@ class StepRecorder:
     def note_options(self, options: Options) -> None:
         """Record the options of the optimizer in this step."""
         self._step.options = options
+
+    def note_state(self) -> None:
+        """Record the state of the optimizer and of the random number generator."""
+        self._step.state = {name: copied(value) for name, value in self.state()}
+        self._step.generators = torch.get_rng_state()
 
     def passes(self) -> list[dict[int, Tensor]]:
         """Return, for each parameter, its local gradients in this step by number of the pass."""

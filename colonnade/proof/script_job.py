@@ -44,6 +44,7 @@ from colonnade.parallel.split import Split
 from colonnade.proof.frameworks import frameworks_adapted
 from colonnade.proof.mutation import plant
 from colonnade.proof.processes import NEEDS_NEW_PYTHON, is_forked
+from colonnade.proof.races import asynchronous_work
 from colonnade.proof.random_numbers import RandomNumbers, RecordedDraws, ReplayedDraws, notes_of
 from colonnade.proof.record import EngineRecorder, Tracked, is_sketchable, name_in_full_model, on_cpu, options_of
 from colonnade.proof.reference import canonical_names, load, moved_by_an_ulp
@@ -83,6 +84,12 @@ class ScriptPart:
     """In a single process: write the weights after each step to a file, for runs on the batches of one data rank."""
     off: dict[str, str] | None = None
     """The modules without dropout, with the reasons; None: all of them."""
+    keeps_checkpoints: bool = False
+    """On the ranks: the script writes and reads its checkpoints, and the state of its optimizer is recorded (resume.py)."""
+    ends_before: int | None = None
+    """On the ranks: the step before whose update the process ends, like in a crash."""
+    schedule: str | None = None
+    """On the ranks: when asynchronous work runs (races.py)."""
 
     def write(self, path: Path) -> Path:
         path.write_text(json.dumps(asdict(self)))
@@ -139,8 +146,11 @@ def recorded_for_verify(part: ScriptPart) -> Iterator[None]:
         def read_only(own: Callable[..., None]) -> Callable[..., None]:
             return lambda *args, **kwargs: own(*args, **{**kwargs, "read_only": True})
 
-        stack.enter_context(_replaced(CheckpointManager, "__init__", read_only))
-        stack.enter_context(_replaced(CheckpointManager, "save", lambda own: lambda *args, **kwargs: None))
+        if not part.keeps_checkpoints:
+            stack.enter_context(_replaced(CheckpointManager, "__init__", read_only))
+            stack.enter_context(_replaced(CheckpointManager, "save", lambda own: lambda *args, **kwargs: None))
+        if part.schedule is not None:
+            stack.enter_context(asynchronous_work(part.schedule))
 
         # The compiler has hung in a forked process. The parent starts this script again in new ones.
         if is_forked():
@@ -510,7 +520,11 @@ class ScriptRecorder:
         A learning rate that the script scales with the number of ranks is therefore no difference.
         """
         here, done = options_of(optimizer), len(self.recorder.record.steps)
+        if done == self.part.ends_before:
+            self.finish()
         self.recorder.recorder.note_options(here)
+        if self.part.keeps_checkpoints:
+            self.recorder.recorder.note_state()
         on_ranks = self._options[done] if done < len(self._options) else []
         for group, own, given in zip(optimizer.param_groups, here, on_ranks, strict=False):
             for key in [key for key in given if key in own and own[key] != given[key]]:

@@ -68,7 +68,8 @@ def replacements(script: ScriptRecorder) -> Iterator[Replacement]:
 
     yield Accelerator, "__init__", make
     yield Accelerator, "prepare", prepare
-    yield Accelerator, "save_state", lambda own: lambda *args, **kwargs: None
+    if not script.part.keeps_checkpoints:
+        yield Accelerator, "save_state", lambda own: lambda *args, **kwargs: None
     # These loaders shard, dispatch and pad, so their batches are recorded as the script gets them.
     yield DataLoaderShard, "__iter__", script.fed_loader
     yield DataLoaderDispatcher, "__iter__", script.fed_loader

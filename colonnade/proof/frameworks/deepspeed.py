@@ -33,6 +33,7 @@ _PASSES = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 def replacements(script: ScriptRecorder) -> Iterator[Replacement]:
     """Yield the functions of DeepSpeed that are replaced under `verify`."""
     import deepspeed
+    from deepspeed.accelerator import get_accelerator
     from deepspeed.ops import __compatible_ops__
 
     # DeepSpeed compiles an all-reduce of its own for CPUs, which takes minutes and does not support fp64. Gloo does it instead.
@@ -52,8 +53,14 @@ def replacements(script: ScriptRecorder) -> Iterator[Replacement]:
 
         return initialize
 
+    # Without ZeRO, DeepSpeed reduces the gradients of each supported dtype in buckets, and float64 is not among them.
+    def with_float64(own: Callable[[], list[torch.dtype]]) -> Callable[[], list[torch.dtype]]:
+        return lambda: [*own(), torch.float64]
+
     yield deepspeed, "initialize", initialize
-    yield deepspeed.DeepSpeedEngine, "save_checkpoint", lambda own: lambda *args, **kwargs: True
+    yield get_accelerator(), "supported_dtypes", with_float64
+    if not script.part.keeps_checkpoints:
+        yield deepspeed.DeepSpeedEngine, "save_checkpoint", lambda own: lambda *args, **kwargs: True
 
 
 def _read(config: Any) -> dict[str, Any]:

@@ -18,5 +18,6 @@ def replacements(script: ScriptRecorder) -> Iterator[Replacement]:
     """Yield the functions of the Trainer that are replaced under `verify`: it must not write checkpoints."""
     from transformers.trainer import Trainer
 
-    yield Trainer, "_save_checkpoint", lambda own: lambda *args, **kwargs: None
-    yield Trainer, "save_model", lambda own: lambda *args, **kwargs: None
+    if not script.part.keeps_checkpoints:
+        yield Trainer, "_save_checkpoint", lambda own: lambda *args, **kwargs: None
+        yield Trainer, "save_model", lambda own: lambda *args, **kwargs: None
