@@ -24,7 +24,17 @@ import torch
 from colonnade.errors import ParityError
 from colonnade.proof.processes import Processes
 from colonnade.proof.record import Record
-from colonnade.proof.run_difference import ROUNDING, Difference, RunsReport, distance, first_difference
+from colonnade.proof.run_difference import (
+    GENERATORS,
+    OUTPUT,
+    ROUNDING,
+    STATE,
+    WEIGHT,
+    Difference,
+    RunsReport,
+    distance,
+    first_difference,
+)
 from colonnade.proof.scripts import Script, on_ranks
 
 FOLDER = "{folder}"
@@ -34,11 +44,11 @@ UNKNOWN = "cannot tell whether the resumed run equals the uninterrupted run"
 
 _MEANING = {
     "batch": "the position in the data is not restored (sampler epoch, loader, or the order of shuffling)",
-    "weight at the start": "weights were not saved, were loaded into other tensors, or were changed after loading",
-    "optimizer state": "the state of the optimizer was not saved, or came back to another parameter or shard",
+    WEIGHT: "weights were not saved, were loaded into other tensors, or were changed after loading",
+    STATE: "the state of the optimizer was not saved, or came back to another parameter or shard",
     "optimizer option": "the learning rate schedule, or another option of the optimizer, is not restored",
-    "state of torch's random numbers": "the random number generator is not restored, so dropout and other draws differ",
-    "output of module": "a buffer, a mode or a constant of the model differs, while its weights are equal",
+    GENERATORS: "the random number generator is not restored, so dropout and other draws differ",
+    OUTPUT: "a buffer, a mode or a constant of the model differs, while its weights are equal",
     "loss": "batches and weights are equal, so the loss itself depends on a value that is not restored (a scale, a count, a step number)",
     "gradient of": "the loss is equal, so gradients depend on a value that is not restored (accumulated gradients, a scale)",
     "gradient norm": "gradients are equal, so the norm is computed differently",
@@ -111,7 +121,7 @@ def judge_resumed(uninterrupted: Sequence[Record], resumed: Sequence[Record], in
     tolerance = 0.0 if len(uninterrupted) == len(resumed) else ROUNDING * torch.finfo(dtype).eps
     found = first_difference(uninterrupted, resumed, at, tolerance)
     # Random numbers of which nothing in the compared steps depends are no difference of the training.
-    if found is not None and found.quantity == "state of torch's random numbers":
+    if found is not None and found.quantity == GENERATORS:
         unseeded = [replace_generators(records) for records in (uninterrupted, resumed)]
         later = first_difference(*unseeded, at, tolerance)
         if later is None:
@@ -147,7 +157,7 @@ def _resumed_at(uninterrupted: Sequence[Record], resumed: Sequence[Record], inte
     """The step with whose weights the resumed run starts; the interrupted step if there is none."""
     for at in range(interrupted_in, -1, -1):
         found = first_difference(uninterrupted, resumed, at, only=[0])
-        if found is None or found.quantity not in ("batch", "weight at the start"):
+        if found is None or found.quantity not in ("batch", WEIGHT):
             return at
 
     def distance_at(at: int) -> float:

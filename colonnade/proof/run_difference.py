@@ -21,6 +21,13 @@ from colonnade.proof.reference import data_rank_batches, join
 ROUNDING = 1e4
 """The largest relative difference of computed values, in units of the rounding error of the dtype, if runs have different layouts."""
 
+WEIGHT, STATE, OUTPUT, GENERATORS = (
+    "weight at the start",
+    "optimizer state",
+    "output of module",
+    "state of torch's random numbers",
+)
+_RESULTS = (WEIGHT, STATE)
 Values = dict[str, Tensor]
 
 
@@ -104,8 +111,17 @@ def first_difference(
     is_same_layout = len(one) == len(other)
     count = min(len(one[0].steps) - start, len(other[0].steps))
     for at in range(count) if only is None else only:
-        pairs = zip(_step_values(one, start + at, is_same_layout), _step_values(other, at, is_same_layout), strict=True)
+        # A resumed run may skip the batches of the steps before, so only the last ones that it takes before its first step count.
+        run = one[0].run
+        most = {key: run.given_in[key].count(start + at) for key in run.given} if start and not at else {}
+        pairs = zip(
+            _step_values(one, start + at, is_same_layout), _step_values(other, at, is_same_layout, most), strict=True
+        )
         for (quantity, is_loaded, a), (_, _, b) in pairs:
+            # After the first compared step, weights and state are results of a step. Outputs are recorded in the first step of a run.
+            is_loaded = is_loaded and (not at or quantity not in _RESULTS)
+            if quantity == OUTPUT and not (a and b):
+                continue
             for name in [*a, *(name for name in b if name not in a)]:
                 error = distance(a.get(name), b.get(name))
                 if error > (0.0 if is_loaded else tolerance):
@@ -126,24 +142,30 @@ def distance(a: Tensor | None, b: Tensor | None) -> float:
     return found if found == found else torch.inf
 
 
-def _step_values(records: Sequence[Record], at: int, by_rank: bool) -> Iterator[tuple[str, bool, Values]]:
+def _step_values(
+    records: Sequence[Record], at: int, by_rank: bool, most: Mapping[str, int] | None = None
+) -> Iterator[tuple[str, bool, Values]]:
     """Yield (quantity, whether it is loaded, values by name) of a step, in the order of the step.
 
-    `by_rank`: runs with the same layout are compared rank by rank, others as full tensors.
+    `by_rank`: runs with the same layout are compared rank by rank, others as full tensors. `most`: the number of batches that count at each
+    place, the last ones.
     """
-    yield "batch", True, _batches(records, at, by_rank)
-    full: Callable[[Callable[[Record], Mapping[str, Any]]], Values] = lambda of: _joined(records, of, by_rank)
-    yield "weight at the start", True, full(lambda record: _weights_before(record, at))
+    yield "batch", True, _batches(records, at, by_rank, most or {})
+
+    def full(of: Callable[[Record], Mapping[str, Any]]) -> Values:
+        return _joined(records, of, by_rank)
+
+    yield WEIGHT, True, full(lambda record: _weights_before(record, at))
     yield (
-        "optimizer state",
+        STATE,
         True,
         full(lambda record: {f"{key} of {name}": x for (key, name), x in record.steps[at].state.items()}),
     )
     yield "optimizer option", True, _options(records[0].steps[at])
     if by_rank:
         seen = {f"on rank {r.rank}": x for r in records if (x := r.steps[at].generators) is not None}
-        yield "state of torch's random numbers", True, seen
-        yield "output of module", False, full(lambda record: record.steps[at].activations)
+        yield GENERATORS, True, seen
+        yield OUTPUT, False, full(lambda record: record.steps[at].activations)
     yield "loss", False, _losses(records, at)
     yield "gradient of", False, full(lambda record: record.steps[at].total or record.steps[at].stepped)
     norm = records[0].steps[at].norm
@@ -186,7 +208,7 @@ def _losses(records: Sequence[Record], at: int) -> Values:
     return {"": torch.tensor(sum(means) / len(means), dtype=torch.float64)} if means else {}
 
 
-def _batches(records: Sequence[Record], at: int, by_rank: bool) -> Values:
+def _batches(records: Sequence[Record], at: int, by_rank: bool, most: Mapping[str, int]) -> Values:
     """The batches of a step: by rank, or the sums of the rows of the global batch, in ascending order."""
     found: Values = {}
     for key in records[0].run.given:
@@ -196,6 +218,7 @@ def _batches(records: Sequence[Record], at: int, by_rank: bool) -> Values:
             [value for value, step in zip(record.run.given[key], record.run.given_in[key], strict=True) if step == at]
             for record in records
         ]
+        taken = [values[-most[key] :] if most.get(key) else values for values in taken]
         if by_rank:
             for rank, values in enumerate(taken):
                 for number, leaf in enumerate(x for x in tree_leaves(values) if isinstance(x, Tensor)):
