@@ -368,6 +368,10 @@ class StepRecorder:
         self._step.state = {name: copied(value) for name, value in self.state()}
         self._step.generators = torch.get_rng_state()
 
+    def total(self) -> dict[str, list[Piece]]:
+        """Return the recorded final gradients of this step."""
+        return self._step.total
+
     def passes(self) -> list[dict[int, Tensor]]:
         """Return, for each parameter, its local gradients in this step by number of the pass."""
         return list(self._step.raw.values())
@@ -411,8 +415,13 @@ class StepRecorder:
         for name, tensor in [*own, *self.state()]:
             yield name, checksum(tensor.detach().contiguous()).tolist() if tensor.numel() else []
 
-    def _begin_step(self) -> None:
-        """Record the weights, buffers and state that changed since the previous step, before a forward pass changes them."""
+    def begin_step(self) -> None:
+        """Record the weights, buffers and state that changed since the previous step, before a forward pass changes them.
+
+        Called by the hook of the first module that runs, if it was not called before.
+        """
+        if self._begun:
+            return
         self._begun = True
         with self._whole():
             now = dict(self._checksums())
@@ -445,8 +454,7 @@ class StepRecorder:
             step.evaluations += 1
         if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
             return
-        if not self._begun:
-            self._begin_step()
+        self.begin_step()
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if tensors and tensors[0].dim() and not step.rows:
             self._counted = module

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from colonnade.proof.record import Piece, Tracked
+from colonnade.proof.reference import norm_of
 from colonnade.proof.watch import PlainRecorder, plain_name
 
 if TYPE_CHECKING:
@@ -99,6 +100,8 @@ def _attach(engine: Any, script: ScriptRecorder) -> None:
         if not torch.is_grad_enabled() or not module.training:
             return None
         script.begin()
+        # ZeRO 3 fetches weights in the hooks of the modules. Weights are read before the first of these.
+        script.recorder.recorder.begin_step()
         return script.note_or_replace("call", (args, kwargs))
 
     engine.register_forward_pre_hook(on_call, with_kwargs=True, prepend=True)
@@ -141,6 +144,10 @@ class DeepSpeedRecorder(PlainRecorder):
                 if value is not None:
                     yield entry, Piece(value.view(entry.shape), entry.positions)
 
+    def _norm_of_total(self) -> float:
+        """The norm of the recorded gradients. Without ZeRO, DeepSpeed clips them without keeping their norm."""
+        return norm_of([piece.value for pieces in self.recorder.total().values() for piece in pieces], 2.0)
+
     def follow_steps(self, optimizer: Any) -> None:
         """Replace `engine.step`. Only the call after the last pass of a step changes weights."""
         engine = self._engine
@@ -154,8 +161,8 @@ class DeepSpeedRecorder(PlainRecorder):
             limit = float(engine.gradient_clipping() or 0.0)
             found = own(*args, **kwargs)
             norm = engine.get_global_grad_norm()
-            if norm is not None and limit > 0.0:
-                self.note_clipping(limit, float(norm))
+            if limit > 0.0:
+                self.note_clipping(limit, self._norm_of_total() if norm is None else float(norm))
             self.after_step()
             return found
 
