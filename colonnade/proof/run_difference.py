@@ -112,8 +112,7 @@ def first_difference(
     count = min(len(one[0].steps) - start, len(other[0].steps))
     for at in range(count) if only is None else only:
         # A resumed run may skip the batches of the steps before, so only the last ones that it takes before its first step count.
-        run = one[0].run
-        most = {key: run.given_in[key].count(start + at) for key in run.given} if start and not at else {}
+        most = {place: len(_taken(one[0], place, start + at)) for place in _places(one[0])} if start and not at else {}
         pairs = zip(
             _step_values(one, start + at, is_same_layout), _step_values(other, at, is_same_layout, most), strict=True
         )
@@ -211,13 +210,10 @@ def _losses(records: Sequence[Record], at: int) -> Values:
 def _batches(records: Sequence[Record], at: int, by_rank: bool, most: Mapping[str, int]) -> Values:
     """The batches of a step: by rank, or the sums of the rows of the global batch, in ascending order."""
     found: Values = {}
-    for key in records[0].run.given:
+    for key in _places(records[0]):
         if key == "criterion":
             continue
-        taken = [
-            [value for value, step in zip(record.run.given[key], record.run.given_in[key], strict=True) if step == at]
-            for record in records
-        ]
+        taken = [_taken(record, key, at) for record in records]
         taken = [values[-most[key] :] if most.get(key) else values for values in taken]
         if by_rank:
             for rank, values in enumerate(taken):
@@ -240,3 +236,19 @@ def _batches(records: Sequence[Record], at: int, by_rank: bool, most: Mapping[st
                 .values
             )
     return found
+
+
+def _places(record: Record) -> list[str]:
+    """The places at which batches came in. All loaders are one, because a resumed run may make others."""
+    return list(dict.fromkeys("loader" if key.startswith("loader") else key for key in record.run.given))
+
+
+def _taken(record: Record, place: str, step: int) -> list[Any]:
+    """The batches that came in at a place in a step."""
+    return [
+        value
+        for key, values in record.run.given.items()
+        if key == place or (place == "loader" and key.startswith(place))
+        for value, number in zip(values, record.run.given_in[key], strict=True)
+        if number == step
+    ]

@@ -51,7 +51,11 @@ if world > 1:
     at, group = mesh["pp"].get_local_rank(), mesh.get_group("pp")
     model = Layers(2 * at, 2 * at + 2)
     model.load_state_dict({name: whole.state_dict()[name] for name in model.state_dict()})
-    module = nn.parallel.DistributedDataParallel(model, process_group=mesh.get_group("dp")) if world > depth else model
+    module = (
+        nn.parallel.DistributedDataParallel(model, process_group=mesh.get_group("dp"), find_unused_parameters=True)
+        if world > depth
+        else model
+    )
     stage = PipelineStage(module, at, depth, torch.device("cpu"), group=group)
     schedule = ScheduleInterleavedZeroBubble([stage], 2, loss_fn=mse_loss)
     replica, replicas = mesh["dp"].get_local_rank(), world // depth
