@@ -18,7 +18,7 @@ model = nn.parallel.DistributedDataParallel(
     nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Dropout(0.2), nn.Linear(12, 2))
 )
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
 data = TensorDataset(torch.randn(96, 6), torch.randn(96, 2))
 sampler = DistributedSampler(data, shuffle=True)
 done, file, random = 0, folder / "last.pt", folder / f"random{dist.get_rank()}.pt"
