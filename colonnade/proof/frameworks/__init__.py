@@ -5,7 +5,7 @@ Each framework has one file here. Its function `replacements(script)` yields the
 loaders, and the ones that choose dtypes, group sizes or write checkpoints. The file is loaded when the script, or a package that
 it uses, imports the module of `ADAPTERS`; a script of plain torch loads none of them.
 
-The things that a framework divides, casts and clips by design are listed in docs/reference/frameworks.md.
+The things that a framework divides, casts and clips by design are listed in docs/reference/verify.md.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ ADAPTERS = {
     "accelerate.accelerator": "colonnade.proof.frameworks.accelerate",
     "transformers.trainer": "colonnade.proof.frameworks.transformers_trainer",
     "deepspeed": "colonnade.proof.frameworks.deepspeed",
-    "megatron.core.optimizer": "colonnade.proof.frameworks.megatron",
 }
 """For each module of a framework: the adapter that is loaded right after the import of this module."""
 
