@@ -15,6 +15,7 @@ from colonnade.launching.launch_job import LaunchJob, checked
 if TYPE_CHECKING:
     from colonnade.proof.compare import Report
     from colonnade.proof.mutate import Mutation
+    from colonnade.proof.run_difference import RunsReport
     from colonnade.proof.scripts import Script
 
 
@@ -70,6 +71,18 @@ def verify(
     mistakes: Annotated[
         str | None, typer.Option(metavar="NAME,NAME", help="With --mutate: inject only these bugs.")
     ] = None,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume", help="Compare an interrupted and resumed run with an uninterrupted one; {folder} in ARGUMENTS."
+        ),
+    ] = False,
+    resume_nproc: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="With --resume: ranks of the resumed run. Default: --nproc.")
+    ] = None,
+    races: Annotated[
+        bool, typer.Option("--races", help="Compare runs in which asynchronous work runs at other times.")
+    ] = False,
     tests: Annotated[
         str | None,
         typer.Option(
@@ -86,6 +99,8 @@ def verify(
     With --model, SCRIPT is a config file, and the model that the function returns is trained with this config; the function
     may have the parameters `config` and `context`. Batches come from --batch (which may also have the parameter `step`), or
     are random inputs for the first layer.
+
+    With --resume and --races, runs of the script are compared with each other, without a single-process run.
 
     Exit code: 0 if the runs match, 1 if not, 2 if the script could not be compared or draws random numbers that hide errors. With --mutate: 0 if every bug was
     detected by this command, and by the tests if --tests is given.
@@ -118,13 +133,27 @@ def _options_after_config(context: typer.Context) -> dict[str, Any]:
 
 
 def _report(
-    mutate: bool, mistakes: str | None, tests: str | None, dtype: str, dropout: str, as_json: bool, **job: Any
-) -> Report | Mutation:
+    mutate: bool,
+    mistakes: str | None,
+    tests: str | None,
+    dtype: str,
+    dropout: str,
+    as_json: bool,
+    resume: bool,
+    resume_nproc: int | None,
+    races: bool,
+    **job: Any,
+) -> Report | Mutation | RunsReport:
     for option, value, allowed in (("--dtype", dtype, ("fp64", "own")), ("--dropout", dropout, ("own", "0"))):
         if value not in allowed:
             raise typer.BadParameter(f"{value!r} is not allowed: use {' or '.join(allowed)}", param_hint=option)
     if (mistakes or tests) and not mutate:
         raise typer.BadParameter("requires --mutate", param_hint="--mistakes" if mistakes else "--tests")
+    if resume_nproc is not None and not resume:
+        raise typer.BadParameter("requires --resume", param_hint="--resume-nproc")
+    modes = [name for name, on in (("--mutate", mutate), ("--resume", resume), ("--races", races)) if on]
+    if len(modes) > 1:
+        raise typer.BadParameter(f"cannot be combined with {modes[0]}", param_hint=modes[1])
     from colonnade.proof.processes import Processes
     from colonnade.proof.user_functions import is_config
 
@@ -147,6 +176,8 @@ def _report(
     # The warm process imports torch at the same time as this one.
     with Processes(target, module or job["model"] is not None) as processes:
         from colonnade.proof.mutate import mutate_script
+        from colonnade.proof.races import verify_races
+        from colonnade.proof.resume import verify_resume
         from colonnade.proof.scripts import verify_script
 
         script = _script(dtype=dtype, off={} if dropout == "own" else None, **job)
@@ -154,6 +185,10 @@ def _report(
             # Progress goes to stderr, so that stdout is only the report.
             tell = lambda line: typer.echo(f"colonnade: {line}", err=True)  # noqa: E731
             return mutate_script(script, processes, mistakes, tests, tell)
+        if resume:
+            return verify_resume(script, resume_nproc, processes)
+        if races:
+            return verify_races(script, processes)
         return verify_script(script, processes)
 
 

@@ -7,6 +7,7 @@ A `StepRecorder` watches a model through hooks and fills a `Record`. The steps t
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
@@ -137,6 +138,10 @@ class RecordedStep:
     """The results of random operators."""
     options: Options = field(default_factory=list)
     """The options of the optimizer in this step."""
+    state: dict[StateName, Tensor] = field(default_factory=dict)
+    """The state of the optimizer before its step, if two runs of the script are compared with each other."""
+    generators: Tensor | None = None
+    """The state of torch's random number generator before the optimizer's step, likewise."""
 
 
 @dataclass(frozen=True)
@@ -249,6 +254,7 @@ class StepRecorder:
         rename: Maps a module name to the name in the unsharded model.
         dropping: Intercepts the random operators of the run.
         sketched: Returns the blocks of a tensor that are recorded as sketches; default: none, tensors are recorded in full.
+        whole: Returns a block in which tensors can be read, if they are stored elsewhere in the meantime (ZeRO 3 of DeepSpeed).
     """
 
     def __init__(
@@ -261,8 +267,10 @@ class StepRecorder:
         rename: Callable[[str], str] = lambda name: name,
         dropping: RandomNumbers | None = None,
         sketched: Callable[[Tracked], Blocks] = lambda entry: (),
+        whole: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self.record = Record(rank)
+        self._whole = whole
         self.dropping = dropping if dropping is not None else RandomNumbers()
         self.tracked = list(tracked)
         self.sketched = {entry.name: blocks for entry in self.tracked if (blocks := sketched(entry))}
@@ -307,8 +315,9 @@ class StepRecorder:
 
     def note_start(self) -> None:
         """Record the current weights as the initial weights of the training."""
-        self.record.start = {entry.name: self._kept(entry.name, local_part(entry.tensor)) for entry in self.tracked}
-        self._bits = dict(self._checksums())
+        with self._whole():
+            self.record.start = {entry.name: self._kept(entry.name, local_part(entry.tensor)) for entry in self.tracked}
+            self._bits = dict(self._checksums())
 
     def note_loss(self, loss: Loss | None) -> None:
         """Record the loss of one forward pass."""
@@ -356,6 +365,15 @@ class StepRecorder:
         """Record the options of the optimizer in this step."""
         self._step.options = options
 
+    def note_state(self) -> None:
+        """Record the state of the optimizer and of the random number generator."""
+        self._step.state = {name: copied(value) for name, value in self.state()}
+        self._step.generators = torch.get_rng_state()
+
+    def total(self) -> dict[str, list[Piece]]:
+        """Return the recorded final gradients of this step."""
+        return self._step.total
+
     def passes(self) -> list[dict[int, Tensor]]:
         """Return, for each parameter, its local gradients in this step by number of the pass."""
         return list(self._step.raw.values())
@@ -376,10 +394,12 @@ class StepRecorder:
         """Record the end of a step."""
         step = self._step
         step.norm, step.norms, step.divisors = norm, dict(norms or {}), dict(divisors or {})
-        for entry in self.tracked:
-            (step.weights if entry.is_parameter else step.buffers)[entry.name] = self._kept(
-                entry.name, local_part(entry.tensor)
-            )
+        with self._whole():
+            for entry in self.tracked:
+                (step.weights if entry.is_parameter else step.buffers)[entry.name] = self._kept(
+                    entry.name, local_part(entry.tensor)
+                )
+            self._bits = dict(self._checksums())
         # Autocast computes in a coarser dtype than that of the weights. The tolerance is that of the coarser one.
         if self._coarsest is not None and self.record.run.dtype:
             own = getattr(torch, self.record.run.dtype)
@@ -390,22 +410,28 @@ class StepRecorder:
         self.dropping.begin_step(len(self.record.steps), self.dropping.data_rank)
         self._step, self._fired, self._seen_room = RecordedStep(), {}, 0
         self._copies.clear()
-        self._bits, self._begun = dict(self._checksums()), False
+        self._begun = False
 
     def _checksums(self) -> Iterator[tuple[str | StateName, list[int]]]:
         own: list[tuple[str | StateName, Tensor]] = [(entry.name, local_part(entry.tensor)) for entry in self.tracked]
         for name, tensor in [*own, *self.state()]:
             yield name, checksum(tensor.detach().contiguous()).tolist() if tensor.numel() else []
 
-    def _begin_step(self) -> None:
-        """Record the weights, buffers and state that changed since the previous step, before a forward pass changes them."""
+    def begin_step(self) -> None:
+        """Record the weights, buffers and state that changed since the previous step, before a forward pass changes them.
+
+        Called by the hook of the first module that runs, if it was not called before.
+        """
+        if self._begun:
+            return
         self._begun = True
         if not self.record.steps:
             self.record.state = self._first_state()
-        now = dict(self._checksums())
-        for entry in self.tracked:
-            if now[entry.name] != self._bits.get(entry.name):
-                self._step.changed[entry.name] = self._kept(entry.name, local_part(entry.tensor))
+        with self._whole():
+            now = dict(self._checksums())
+            for entry in self.tracked:
+                if now[entry.name] != self._bits.get(entry.name):
+                    self._step.changed[entry.name] = self._kept(entry.name, local_part(entry.tensor))
         changed = [name for name, bits in self._bits.items() if bits != now.get(name)]
         self._step.changed_state = [name for name in changed if isinstance(name, tuple)]
 
@@ -450,8 +476,7 @@ class StepRecorder:
             step.evaluations += 1
         if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
             return
-        if not self._begun:
-            self._begin_step()
+        self.begin_step()
         if _in_transform():
             return
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]

@@ -41,9 +41,11 @@ from colonnade.engine.engine import Engine
 from colonnade.errors import ParityError
 from colonnade.parallel.placement import local_part
 from colonnade.parallel.split import Split
+from colonnade.proof.frameworks import frameworks_adapted
 from colonnade.proof.local_shards import LOCAL, LocalTensors
 from colonnade.proof.mutation import plant
 from colonnade.proof.processes import NEEDS_NEW_PYTHON, is_forked
+from colonnade.proof.races import asynchronous_work
 from colonnade.proof.random_numbers import RandomNumbers, RecordedDraws, ReplayedDraws, notes_of
 from colonnade.proof.record import (
     EngineRecorder,
@@ -91,6 +93,12 @@ class ScriptPart:
     """In a single process: write the weights after each step to a file, for runs on the batches of one data rank."""
     off: dict[str, str] | None = None
     """The modules without dropout, with the reasons; None: all of them."""
+    keeps_checkpoints: bool = False
+    """On the ranks: the script writes and reads its checkpoints, and the state of its optimizer is recorded (resume.py)."""
+    ends_before: int | None = None
+    """On the ranks: the step before whose update the process ends, like in a crash."""
+    schedule: str | None = None
+    """On the ranks: when asynchronous work runs (races.py)."""
 
     def write(self, path: Path) -> Path:
         path.write_text(json.dumps(asdict(self)))
@@ -137,12 +145,21 @@ def recorded_for_verify(part: ScriptPart) -> Iterator[None]:
         for name in ("clip_grad_norm_", "clip_grads_with_norm_"):
             stack.enter_context(_replaced(nn.utils, name, script.seen_clipping))
 
+        def install(adapter: Any) -> None:
+            for home, name, make in adapter.replacements(script):
+                stack.enter_context(_replaced(home, name, make))
+
+        stack.enter_context(frameworks_adapted(install))
+
         # A verified script must not write checkpoints, which a real run might resume from, nor wait for other writers.
         def read_only(own: Callable[..., None]) -> Callable[..., None]:
             return lambda *args, **kwargs: own(*args, **{**kwargs, "read_only": True})
 
-        stack.enter_context(_replaced(CheckpointManager, "__init__", read_only))
-        stack.enter_context(_replaced(CheckpointManager, "save", lambda own: lambda *args, **kwargs: None))
+        if not part.keeps_checkpoints:
+            stack.enter_context(_replaced(CheckpointManager, "__init__", read_only))
+            stack.enter_context(_replaced(CheckpointManager, "save", lambda own: lambda *args, **kwargs: None))
+        if part.schedule is not None:
+            stack.enter_context(asynchronous_work(part.schedule))
 
         # The compiler has hung in a forked process. The parent starts this script again in new ones.
         if is_forked():
@@ -200,7 +217,7 @@ class ScriptRecorder:
         self._model: nn.Module | None = None
         self._rename: Callable[[str], str] = lambda name: name
         self._optimizer: Any = None
-        self._options, self._ulp, self._of_ranks, self._of_blocks = (
+        self._options, self._ulp, self.config_of_ranks, self._of_blocks = (
             torch.load(self.folder / OPTIONS, weights_only=False) if part.is_single else ([], None, {}, [])
         )
         self._config: dict[str, str] = {}
@@ -208,6 +225,8 @@ class ScriptRecorder:
         self._loaders: dict[int, int] = {}
         self._begun = False
         self._fed_by_schedule = False
+        self.loading = False
+        """Whether a loader is asked for a batch, which may come from a loader inside it."""
 
     # --- Replacements of functions of the library and of torch ---
 
@@ -220,9 +239,9 @@ class ScriptRecorder:
 
             # Values that the script computes from the number of ranks differ in a single process. That is no mistake of the
             # ranks, so it is only noted, unless the steps cannot be compared with it.
-            keys = self._of_ranks.keys() | self._config.keys() if self._of_ranks else set[str]()
+            keys = self.config_of_ranks.keys() | self._config.keys() if self.config_of_ranks else set[str]()
             for key in sorted(keys.difference(_ONLY_TOGETHER, ["parallel"])):
-                on_ranks, here = self._of_ranks.get(key, "not set"), self._config.get(key, "not set")
+                on_ranks, here = self.config_of_ranks.get(key, "not set"), self._config.get(key, "not set")
                 if on_ranks == here:
                     continue
                 differs = f"{key} is {on_ranks} on the ranks and {here} in a single process, because it depends on the number of ranks"
@@ -413,6 +432,10 @@ class ScriptRecorder:
 
     # --- During the run ---
 
+    def note_config(self, config: dict[str, str]) -> None:
+        """Record the values of a framework's config; a single process finds those of the ranks in `config_of_ranks`."""
+        self._config |= config
+
     def sketched(self, entry: Tracked) -> Blocks:
         """Return the blocks of a tensor that are recorded as sketches.
 
@@ -530,7 +553,11 @@ class ScriptRecorder:
         A learning rate that the script scales with the number of ranks is therefore no difference.
         """
         here, done = options_of(optimizer), len(self.recorder.record.steps)
+        if done == self.part.ends_before:
+            self.finish()
         self.recorder.recorder.note_options(here)
+        if self.part.keeps_checkpoints:
+            self.recorder.recorder.note_state()
         on_ranks = self._options[done] if done < len(self._options) else []
         for group, own, given in zip(optimizer.param_groups, here, on_ranks, strict=False):
             for key in [key for key in given if key in own and own[key] != given[key]]:
@@ -629,9 +656,16 @@ class Loaded:
         return self
 
     def __next__(self) -> Any:
-        with self._script.dropping.paused():
-            own = next(self._own)
-        return self._script.note_or_replace(self._key, own, most=_LOADED)
+        script = self._script
+        if script.loading:
+            return next(self._own)
+        script.loading = True
+        try:
+            with script.dropping.paused():
+                own = next(self._own)
+        finally:
+            script.loading = False
+        return script.note_or_replace(self._key, own, most=_LOADED)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._own, name)

@@ -82,6 +82,12 @@ class Script:
     """The name used in messages; empty: the target."""
     whole: Sequence[str] | None = ()
     """The large tensors that are recorded as a whole, because a diagnosis needs their elements; others are sketches. None: all."""
+    keeps_checkpoints: bool = False
+    """The script writes and reads checkpoints (resume.py)."""
+    ends_before: int | None = None
+    """The step before whose update the ranks end (resume.py)."""
+    schedule: str | None = None
+    """When asynchronous work runs (races.py)."""
     timeout: float = TIMEOUT
     """Seconds until the last compared step must be done, for each run."""
 
@@ -503,6 +509,9 @@ def on_ranks(script: Script, folder: Path, processes: Processes) -> list[Record]
         mistake=script.mistake,
         whole=whole,
         off=off,
+        keeps_checkpoints=script.keeps_checkpoints,
+        ends_before=script.ends_before,
+        schedule=script.schedule,
     )
     with ExitStack() as stack:
         stack.enter_context(_shown_run(script, how))

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from colonnade.parallel.placement import is_dtensor, local_part
 from colonnade.parallel.whole import offset_in_dtensor
 from colonnade.proof.record import (
     BatchAxis,
+    Piece,
     Record,
     RunInfo,
     StepRecorder,
@@ -80,6 +82,8 @@ class PlainRecorder:
         rank = dist.get_rank() if dist.is_initialized() else 0
         self._norm: float | None = None
         self._limit: tuple[float, float] | None = None
+        self._script, self._model = script, model
+        self._passes_before: list[bool] = []
         # A model that was loaded from a file may not be in fp64 yet.
         is_half = any(p.is_floating_point() and p.dtype is not torch.float64 for p in model.parameters())
         if script.part.dtype == "fp64" and is_half:
@@ -98,15 +102,18 @@ class PlainRecorder:
             script.notes.append(
                 "mixed precision of FSDP was left out: both runs are in fp64 (--dtype own keeps the dtype)"
             )
-        self.tracked = _tracked(model)
+        with self.whole():
+            self.tracked = _tracked(model)
         self.recorder = StepRecorder(
             model,
             self.tracked,
             rank,
             rename=plain_name,
             by_count=True,
+            gradients=self.gradients,
             dropping=script.dropping,
             sketched=script.sketched,
+            whole=self.whole,
         )
         self.record = self.recorder.record
         floating = [entry.tensor.dtype for entry in self.tracked if entry.tensor.is_floating_point()]
@@ -132,27 +139,44 @@ class PlainRecorder:
             if len(some) == 1 and some[0].numel() == 1 and all(entry is None for entry in given):
                 self.recorder.note_loss((float(local_part(some[0].detach())), None))
 
-        passes_before: list[bool] = []
-
-        # If the script clips, `clipping` has recorded the gradients before, and the optimizer steps with the clipped ones.
-        def before_step(*_: Any) -> None:
-            script.before_step(optimizer)
-            self.recorder.note_held(held_by_fsdp(model, self.tracked))
-            self.recorder.note_gradients(into="clipped" if self._limit is not None else "total")
-            passes_before.append(self.recorder.has_passes)
-
-        def after_step(*_: Any) -> None:
-            self.recorder.note_stepped(has_passes=passes_before.pop())
-            self.record.run.accumulation = max((len(by_pass) for by_pass in self.recorder.passes()), default=1)
-            self.record.run.max_norm, self.record.run.norm_type = self._limit or (None, 2.0)
-            self.recorder.note_step(self._norm)
-            self._norm = self._limit = None
-            script.end_of_step()
-
-        self.recorder.state = lambda: state_of(optimizer, {id(entry.tensor): entry for entry in self.tracked})
-        optimizer.register_step_pre_hook(before_step)
-        optimizer.register_step_post_hook(after_step)
         script.dropping.on_backward = note_loss
+        self.follow_steps(optimizer)
+
+    def follow_steps(self, optimizer: Any) -> None:
+        """Call `before_step` and `after_step` around each step of the optimizer."""
+        self.recorder.state = lambda: state_of(optimizer, {id(entry.tensor): entry for entry in self.tracked})
+        optimizer.register_step_pre_hook(lambda *_: self.before_step(optimizer))
+        optimizer.register_step_post_hook(lambda *_: self.after_step(checks_step=True))
+
+    def whole(self) -> AbstractContextManager[Any]:
+        """Return a block in which the tracked tensors have all elements that this rank computes with."""
+        return nullcontext()
+
+    def gradients(self) -> Iterator[tuple[Tracked, Piece]]:
+        """Yield the gradients that the optimizer will use."""
+        return self.recorder._own_gradients()
+
+    def before_step(self, optimizer: Any) -> None:
+        """Record the options and the gradients. If the script clips, `clipping` has recorded the unclipped ones."""
+        self._script.before_step(optimizer)
+        self.recorder.note_held(held_by_fsdp(self._model, self.tracked))
+        self.recorder.note_gradients(into="clipped" if self._limit is not None else "total")
+        self._passes_before.append(self.recorder.has_passes)
+
+    def after_step(self, checks_step: bool = False) -> None:
+        """Record the result of a step. `checks_step`: record gradients again if the step changed them."""
+        has_passes = self._passes_before.pop()
+        if checks_step:
+            self.recorder.note_stepped(has_passes=has_passes)
+        self.record.run.accumulation = max((len(by_pass) for by_pass in self.recorder.passes()), default=1)
+        self.record.run.max_norm, self.record.run.norm_type = self._limit or (None, 2.0)
+        self.recorder.note_step(self._norm)
+        self._norm = self._limit = None
+        self._script.end_of_step()
+
+    def note_clipping(self, max_norm: float, norm: float, norm_type: float = 2.0) -> None:
+        """Note that this step clips, and the norm that it found."""
+        self._limit, self._norm = (max_norm, norm_type), norm
 
     def clipping(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Record the final gradients before torch clips them, and the norm that torch computes or is given."""
@@ -162,8 +186,8 @@ class PlainRecorder:
             self.recorder.note_gradients()
         found = own(*args, **kwargs)
         norm = given.get("total_norm", found)
-        self._limit = (float(given["max_norm"]), self.record.run.norm_type)
-        self._norm = float(norm.full_tensor() if is_dtensor(norm) else norm)
+        value = float(norm.full_tensor() if is_dtensor(norm) else norm)
+        self.note_clipping(float(given["max_norm"]), value, self.record.run.norm_type)
         return found
 
 

@@ -211,13 +211,18 @@ def _trained(emulate: bool = True) -> list[tuple[str, float, int]]:
                 engine.execute_schedule(iter([batch(gpc.get_local_rank(ParallelMode.DATA), step)]))
                 engine.step()
                 parts = [batch(part, step) for part in range(gpc.data_parallel_size)]
-                x, y = (torch.cat(columns) for columns in zip(*parts, strict=True))
+                x, y = (torch.cat(columns).to(gpc.device) for columns in zip(*parts, strict=True))
                 optimizer.zero_grad()
                 plain.criterion()(plain(x), y).backward()
                 optimizer.step()
             weights = gather_weights(engine.model, gpc)
             way = torch.cat([(value.detach() - begun[name]).flatten() for name, value in plain.named_parameters()])
-            off = torch.cat([(weights[name].double() - value).flatten() for name, value in plain.named_parameters()])
+            off = torch.cat(
+                [
+                    (weights[name].to(value.device).double() - value).flatten()
+                    for name, value in plain.named_parameters()
+                ]
+            )
             converted = sum(
                 type(m).__name__ == "Float8Linear"
                 or getattr(getattr(m, "arrangement", None), "multiply", None).__name__ == "multiply"

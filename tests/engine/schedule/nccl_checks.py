@@ -86,7 +86,7 @@ def lacking() -> None:
                 executor.run(batch(models.Simple, 9, gpc))
             except Exception as error:
                 heard = error
-        assert "the data iterator has ended on this rank but not on all ranks" in str(heard), heard
+        assert "the data iterator has ended on this rank, but not on all ranks" in str(heard), heard
 
 
 def make_executor(kind: models.Kind, order: str, gpc: ParallelContext) -> Executor:

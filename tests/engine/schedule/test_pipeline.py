@@ -115,7 +115,7 @@ def run_without_batches() -> tuple[list[str], dict[str, Tensor | None], list[lis
 def test_a_batch_that_one_rank_lacks_is_an_error_on_all_by_name_and_one_that_all_lack_harms_nothing() -> None:
     world = run_world(3, run_without_batches, backend=None, timeout=60).values
     few = "a batch of 2 rows cannot be split into 6 micro-batches"
-    ended = "the data iterator has ended on this rank but not on all ranks of the pipeline"
+    ended = "the data iterator has ended on this rank, but not on all ranks of the pipeline"
     _, _, expected = models.truth(models.Simple, 3, 9)
     torch.testing.assert_close(
         {key: grad for _, grads, _ in world for key, grad in grads.items()}, expected, rtol=0, atol=1e-10
