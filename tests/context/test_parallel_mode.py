@@ -65,8 +65,8 @@ def test_a_registered_mode_is_as_good_as_a_built_in_one():
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        (("DATA", "mine"), "clashes with <ParallelMode.DATA: 'data'>"),
-        (("MINE2", "data"), "clashes with <ParallelMode.DATA: 'data'>"),
+        (("DATA", "mine"), "conflicts with the existing <ParallelMode.DATA: 'data'>"),
+        (("MINE2", "data"), "conflicts with the existing <ParallelMode.DATA: 'data'>"),
         (("not a name", "x"), "identifier"),
         (("MINE3", ""), "value is a string"),
         (("MINE3", "mine3", "both"), "data='both'"),

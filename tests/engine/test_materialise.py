@@ -256,7 +256,8 @@ def test_an_optimizer_with_state_of_parameters_without_memory_is_refused():
                 with meta_init():
                     model = nn.Linear(4, 3)
                 with pytest.raises(
-                    GradientError, match=rf"^{name} has state .*meta_init.*Pass a function to initialize.*\[C034\]$"
+                    GradientError,
+                    match=rf"^{name} already has state .*meta_init.*Pass a function to initialize.*\[C034\]$",
                 ):
                     initialize(model, make(model.parameters()), context=gpc)
             with meta_init():

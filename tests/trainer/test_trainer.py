@@ -175,7 +175,7 @@ def test_arguments_and_what_is_missing():
         trainer.fit(batches, 1, None, batches, hooks=[hooks.LossHook(), hooks.EarlyStopHook("Los")])
     with pytest.raises(HookError, match="return_output_label=True"):
         trainer.fit(batches, 5, hooks=[hooks.AccuracyHook()], return_output_label=False)
-    with pytest.raises(HookError, match="set clip_grad_norm"):
+    with pytest.raises(HookError, match="Set clip_grad_norm"):
         trainer.fit(batches, 5, hooks=[hooks.GradientNormHook()])
     needy = hooks.WandbHook("x")
     needy.package = "no_such_package"

@@ -55,7 +55,10 @@ def test_a_config_is_told_from_a_script(config: Path) -> None:
 def test_what_is_named_must_be_there(config: Path) -> None:
     for given, message in (
         (Given(str(config), "net.py"), "--model 'net.py' is not valid. Write MODULE:FUNCTION"),
-        (Given(str(config), "net.py:biuld"), "--model 'net.py:biuld': net.py has no function 'biuld'.*build"),
+        (
+            Given(str(config), "net.py:biuld"),
+            "--model 'net.py:biuld' is not valid, because net.py has no function 'biuld'.*build",
+        ),
         (Given(str(config), "net.py:build", batch="nowhere:batch"), "'nowhere' cannot be imported"),
         (Given(str(config), "net.py:build", imports=("nowhere",)), "'nowhere' cannot be imported"),
     ):
