@@ -85,7 +85,7 @@ def test_a_static_method_can_be_run() -> None:
 
 @pytest.mark.parametrize(("n", "timeout"), [(0, 60), (-1, 60), (2, 0), (2, -1.0)])
 def test_impossible_worlds_are_refused(n: int, timeout: float) -> None:
-    with pytest.raises(LaunchError, match="needs at least 1 rank|give a number of seconds"):
+    with pytest.raises(LaunchError, match=r"needs at least 1 rank|give a number of seconds"):
         run_world(n, echo, timeout=timeout)
 
 
