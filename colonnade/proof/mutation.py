@@ -142,7 +142,7 @@ def reduce_by_hand(engine: Engine, demand: Demand, value: Tensor) -> Tensor:
 def weigh_passes(engine: Engine, weight: Callable[[int, int], float]) -> bool:
     """Multiply the local gradients of each backward pass by `weight(index of the pass, number of passes)`.
 
-    Returns False if a step has only one pass.
+    Returns False if a step has only one pass, or if all gradients are FSDP2's (DTensors).
     """
     count = engine.accumulation * micro_batches(engine)
     fired: dict[int, int] = {}
@@ -152,9 +152,10 @@ def weigh_passes(engine: Engine, weight: Callable[[int, int], float]) -> bool:
         fired[key] = at + 1
         return grad * weight(at % count, count)
 
-    for demand in trained(engine):
+    demands = trained(engine)
+    for demand in demands:
         demand.parameter.register_hook(partial(hook, id(demand.parameter)))
-    return count > 1
+    return count > 1 and bool(demands)
 
 
 def limit_of(engine: Engine) -> float | None:
@@ -418,7 +419,7 @@ def scale_the_loss(engine: Engine) -> bool:
     """Multiply all local gradients by the number of ranks, before any reduction."""
     size = engine.context.world_size
     weigh_passes(engine, lambda at, count: float(size))
-    return size > 1
+    return size > 1 and bool(trained(engine))
 
 
 @mistake("one rank has NaN in its gradient", "not-finite")
@@ -426,7 +427,7 @@ def nan_on_one_rank(engine: Engine) -> bool:
     """Set the local gradients of the last rank to NaN, in every pass."""
     if engine.context.get_global_rank() == engine.context.world_size - 1:
         weigh_passes(engine, lambda at, count: float("nan"))
-    return True
+    return bool(trained(engine))
 
 
 # --- Clipping ---

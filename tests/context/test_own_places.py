@@ -12,7 +12,7 @@ from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import LayoutError
 from colonnade.parallel import demand
 from colonnade.parallel.placement import Placement, Replicate, Shard, Tied
-from colonnade.utils.sampler import distinct_place
+from colonnade.utils.sampler import sample_place
 
 M = ParallelMode
 MINE = M.register("PLACES_MINE", "places_mine", data="same")
@@ -55,7 +55,7 @@ def test_all_that_follows_from_places_is_that_of_the_grid_with_ranks_renamed(see
     for place, rank in enumerate(at):
         assert layout.coordinates(rank) == grid.coordinates(place)
         assert layout.rank_at(**grid.coordinates(place)) == rank
-        assert distinct_place(layout, rank) == distinct_place(grid, place)
+        assert sample_place(layout, rank) == sample_place(grid, place)
         for mode in grid.modes:
             assert list(layout.group_of(mode, rank)) == sorted(at[other] for other in grid.group_of(mode, place)), mode
             if mode not in (M.DATA, M.GLOBAL):  # the positions of other modes are places

@@ -101,7 +101,7 @@ def test_nan_and_a_record_with_all_it_holds():
     assert math.isnan(unpacked(packed(math.nan)))
     step = RecordedStep(losses=[(0.5, None)], raw={"w": {0: torch.ones(2)}}, total={"w": [Piece(torch.ones(2), None)]})
     note = TensorNote(("w",), (2,), None, "replicated")
-    record = Record(3, {"w": note}, {"w": torch.zeros(2)}, [step], run=RunInfo(zeroed={"a", "b"}))
+    record = Record(3, {"w": note}, {"w": torch.zeros(2)}, steps=[step], run=RunInfo(zeroed={"a", "b"}))
     back = unpacked(packed(record))
     assert (back.rank, back.tensors, back.run) == (3, record.tensors, record.run)
     assert torch.equal(back.steps[0].total["w"][0].value, torch.ones(2))
