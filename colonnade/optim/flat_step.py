@@ -500,7 +500,7 @@ class FlatState:
 
 @dataclass(frozen=True)
 class Fragment:
-    """The elements [start, stop) of a flat buffer, of parameters with equal step counts; `step` is the place of the count."""
+    """Elements [start, stop) of a flat buffer. Their parameters have equal step counts, and `step` is the index of this count."""
 
     start: int
     stop: int

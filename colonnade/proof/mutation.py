@@ -444,7 +444,7 @@ def clip_locally(engine: Engine) -> bool:
 
 @mistake("the norm counts replicas once for each rank", "norm-counts-replicas")
 def count_replicas(engine: Engine) -> bool:
-    """Clip by a norm over the gradients of all ranks that counts each replica separately."""
+    """Clip by a norm that adds the gradients of all ranks, so that a replicated gradient counts once for each replica."""
 
     def norm(true: Tensor) -> Tensor:
         total = squares_of(engine).to(message_device(engine.context.device))

@@ -83,7 +83,11 @@ class Arrangement(ABC):
 
     @abstractmethod
     def embed(self, tokens: Tensor, weight: Tensor, rows: int, padding: int | None) -> Tensor:
-        """Look up replicated tokens in a weight of `rows` rows, sharded like a "column" weight; returns the outer spread."""
+        """Look up replicated tokens in a weight with `rows` rows that is sharded like a "column" weight.
+
+        Returns:
+            The embeddings, in the spread of activations between blocks.
+        """
 
     def enter(self, x: Tensor) -> Tensor:
         """Convert an activation between blocks to the full input of this rank's rows of a "column" weight.

@@ -238,7 +238,7 @@ class TwoD(_OnSquares):
 
 @ARRANGEMENT.register_module("2.5d")
 class TwoAndAHalfD(_OnSquares):
-    """Tesseract (Wang et al.): `depth` squares with the same weights.
+    """Tesseract (Wang et al.): the ranks form `depth` squares, and every square has the same weights.
 
     The batch is sharded over PARALLEL_2P5D_XZ, hidden over PARALLEL_2P5D_ROW.
     """

@@ -200,7 +200,7 @@ class _Ring:
                 keys, values = receiving.wait()
 
     def swap(self, block: Tensor, received: slice, ahead: int) -> Swap:
-        """Start sending a block `ahead` ranks forward, and receiving `received` rows from the rank `ahead` places before."""
+        """Start to send a block to the rank `ahead` positions later in the ring, and to receive rows from the rank `ahead` positions earlier."""
         members = self.members
         assert members is not None
         shape = [*block.shape]

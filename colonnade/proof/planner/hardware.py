@@ -83,7 +83,7 @@ def _checked(given: dict[str, Any], path: Path) -> Hardware:
         ):
             raise ConfigError(f"{path}: kernels.{table}: a list of rows of numbers, (sizes ..., seconds)")
     if given.get("overlap", 1.0) > 1:
-        raise ConfigError(f"{path}: overlap = {given['overlap']!r}: a part of the time, from 0 to 1")
+        raise ConfigError(f"{path}: overlap is {given['overlap']!r}; it must be a number from 0 to 1")
     return Hardware(**given)
 
 
