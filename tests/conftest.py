@@ -109,6 +109,7 @@ LONG = (
 ONE_WORKER = (
     "cli/test_ckpt.py",
     "corpus/test_corpus.py",
+    "corpus/test_field.py",
     "gradients/test_ledger.py",
     "gradients/test_probe.py",
     "hf/test_weights.py",

@@ -47,13 +47,20 @@ def _without_detail(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "OFF")
 
 
-@pytest.mark.parametrize("kind", RULES)
+IN_EVERY_RUN = RULES[:3]
+"""The rules that `make test` checks; `make long` checks all of them."""
+
+
+@pytest.mark.parametrize(
+    "kind", [*IN_EVERY_RUN, *(pytest.param(kind, marks=pytest.mark.long) for kind in RULES if kind not in IN_EVERY_RUN)]
+)
 def test_what_the_first_run_missed_is_named(kind: str) -> None:
-    report = all_reports(RULES)[kind]
+    report = all_reports(IN_EVERY_RUN if kind in IN_EVERY_RUN else RULES[3:])[kind]
     assert isinstance(report, Report), report
     assert not judged(kind, report, FIELD[kind]), str(report)
 
 
+@pytest.mark.long
 def test_equal_masks_of_shards_are_noted() -> None:
     report = all_reports(("one_stream",))["one_stream"]
     assert isinstance(report, Report)

@@ -24,6 +24,7 @@ def _plain_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "OFF")
 
 
+@pytest.mark.long
 def test_a_healthy_resume_is_equal() -> None:
     assert verify_resume(_resuming("none")).ok
 
@@ -36,10 +37,10 @@ def test_a_healthy_resume_on_another_layout_is_equal() -> None:
 @pytest.mark.parametrize(
     ("forgets", "quantity"),
     [
-        ("optimizer", "optimizer state"),
         ("data", "batch"),
-        ("random", "state of torch's random numbers"),
-        ("schedule", "optimizer option"),
+        pytest.param("optimizer", "optimizer state", marks=pytest.mark.long),
+        pytest.param("random", "state of torch's random numbers", marks=pytest.mark.long),
+        pytest.param("schedule", "optimizer option", marks=pytest.mark.long),
     ],
 )
 def test_the_first_difference_of_a_resumed_run_is_named(forgets: str, quantity: str) -> None:
@@ -55,7 +56,9 @@ def test_resume_needs_a_folder_and_two_steps() -> None:
         verify_resume(_resuming("none", steps=1))
 
 
-@pytest.mark.parametrize("mistake", ["none", "forgotten", "scaled", "late"])
+@pytest.mark.parametrize(
+    "mistake", ["forgotten", *(pytest.param(mistake, marks=pytest.mark.long) for mistake in ("none", "scaled", "late"))]
+)
 def test_results_that_depend_on_the_timing_of_collectives_are_found(mistake: str) -> None:
     report = verify_races(Script(str(OF_USERS / "asynchronous.py"), (mistake,)), on_gpu=False)
     assert report.ok == (mistake == "none"), str(report)
