@@ -490,9 +490,9 @@ class ScriptRecorder:
             if joined is None:
                 raise ParityError(
                     f"the parameter {self._rename(name)} has the shape {tuple(value.shape)} on the ranks and {tuple(own.shape)} in a "
-                    f"single process, and it is unknown which elements each rank has: joined in the order of the ranks, its "
-                    f"initial values are not those of the single process. Make it a DTensor, place it, or draw the full weight from one "
-                    f"seed on every rank before it is sharded",
+                    f"single process. verify cannot infer which elements each rank has: the shards, joined in the order of the ranks, are "
+                    f"not the initial weight of the single process. Do one of these: make the parameter a DTensor; declare its "
+                    f"placement with place(); or draw the full weight from one seed on every rank, and shard it afterwards",
                     code="C100",
                 )
             start[self._rename(name)] = joined

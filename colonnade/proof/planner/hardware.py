@@ -75,7 +75,7 @@ def _checked(given: dict[str, Any], path: Path) -> Hardware:
         if not isinstance(given[name], str):
             raise ConfigError(f"{path}: {name} = {given[name]!r}: a text, in quotes")
     if given.get("device", "cuda") not in ("cpu", "cuda"):
-        raise ConfigError(f'{path}: device = {given["device"]!r}: "cpu" or "cuda"')
+        raise ConfigError(f'{path}: device is {given["device"]!r}; it must be "cpu" or "cuda"')
     for table, rows in given.get("kernels", {}).items():
         if not all(
             isinstance(row, list) and len(row) > 1 and all(isinstance(each, (int, float)) for each in row)

@@ -318,7 +318,7 @@ def test_hardware_files(tmp_path: Path) -> None:
         ("node_bandwidth = 0", "node_bandwidth = 0: a number above 0"),
         ("network_latency = -1", "network_latency = -1: a number that is not negative"),
         ("overlap = 3", "overlap is 3; it must be a number from 0 to 1"),
-        ('device = "tpu"', 'device = \'tpu\': "cpu" or "cuda"'),
+        ('device = "tpu"', 'device is \'tpu\'; it must be "cpu" or "cuda"'),
         ("name = 3", "name = 3: a text, in quotes"),
         ("bfloat16 = 0", "matmul_flops.bfloat16 = 0: a number above 0"),
     ],
