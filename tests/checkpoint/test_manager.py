@@ -96,7 +96,7 @@ def test_keep_is_a_whole_number(tmp_path, keep):
 def test_a_model_or_optimizer_that_cannot_be_saved_is_named(manager):
     complex_model = nn.Module()
     complex_model.weight = nn.Parameter(torch.zeros(1, dtype=torch.complex128))
-    with pytest.raises(CheckpointError, match=r"weight is torch\.complex128"):
+    with pytest.raises(CheckpointError, match=r"weight has dtype torch\.complex128"):
         manager.save(1, complex_model)
     model = nn.Linear(2, 2)
     with pytest.raises(CheckpointError, match=r"parameter of shape \(1, 1\) that is not in the model"):

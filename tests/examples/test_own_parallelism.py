@@ -129,7 +129,7 @@ def forgetful(spec: str) -> None:
 @pytest.mark.parametrize("spec", ["no sum owed", "final as it is"])
 def test_a_wrong_placement_is_found(spec):
     with pytest.raises(
-        WorldError, match=r"ranks \d and \d store the same shard of inner\.out\.bias, but with different values"
+        WorldError, match=r"ranks \d and \d store the same shard of 1\.inner\.out\.bias, but with different values"
     ):
         run_world(4, forgetful, spec)
 
@@ -174,7 +174,7 @@ def test_the_layout_is_planned_without_processes():
     assert layout.distinct_data == 8
     with pytest.raises(LayoutError, match=r"parallel\.head_data: size=8 leaves ranks without a head of 6; .* size=6"):
         build_layout({"parallel": {"head_data": {"size": 8, "heads": 6}}}, world_size=64)
-    with pytest.raises(LayoutError, match=r"HeadDataInitializer could not be built .*heads"):
+    with pytest.raises(LayoutError, match=r"HeadDataInitializer for the mode .* could not be built .*heads"):
         build_layout({"parallel": {"head_data": {"size": 2}}}, world_size=4)
 
 

@@ -182,7 +182,7 @@ BAD = {
     ),
     "a wrong option": (
         {"gradient_handler": [{"type": "LedgerWeights", "bucket": 1}]},
-        ["unknown option 'bucket'", "bucket_mb"],
+        ["'bucket' is not an option of a gradient handler", "bucket_mb"],
     ),
 }
 

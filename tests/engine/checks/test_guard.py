@@ -229,7 +229,7 @@ def test_a_rank_that_skips_a_sum_is_named_where_the_others_would_wait_for_ever()
         "rank 0 is in LastByHand, at all_reduce of '1.weight' over ranks [0, 1] of step 5 and waits for rank 1" in told
     )
     assert (
-        "their calls differ from step 3 on: rank 1 LastByHand calls all_reduce of '1.weight', rank 0 FirstByHand calls all_reduce of "
+        "The calls of the two ranks differ from step 3 on: rank 1 LastByHand calls all_reduce of '1.weight', rank 0 FirstByHand calls all_reduce of "
         "'0.weight'" in told
     )
 
