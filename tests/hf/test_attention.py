@@ -99,7 +99,7 @@ def on_ranks(folder: str) -> None:
     config = {"parallel": {"sequence": {"size": 2, "attention": "flash"}}}
     with (
         colonnade.launch(config, context=ParallelContext(), verbose=False) as gpc,
-        pytest.raises(ConfigError, match=r"parallel\.sequence\.attention='flash'"),
+        pytest.raises(ConfigError, match=r"parallel\.sequence\.attention is 'flash'"),
     ):
         colonnade.parallelize(BY_NAME["llama"].build(), context=gpc)
 

@@ -91,7 +91,7 @@ def _refused_expert(gpc: ParallelContext) -> None:
     three = build(lambda: model_of(Gated))
     for block in three.blocks:
         block.mlp.experts.gate_up_proj = nn.Parameter(torch.zeros(3, 2 * INNER, HIDDEN))
-    with pytest.raises(LayoutError, match="3 experts cannot be sharded evenly over the 2 ranks"):
+    with pytest.raises(LayoutError, match="3 experts, which cannot be sharded evenly over the 2 ranks"):
         parallelize(three, plan, context=gpc)
 
 
