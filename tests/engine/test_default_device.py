@@ -37,7 +37,9 @@ def adamw_follows_the_default() -> bool:
     except RuntimeError:
         return True
     finally:
-        torch.set_default_device(None)  # not "cpu", which would leave a mode behind that changes what later tests compile
+        torch.set_default_device(
+            None
+        )  # not "cpu", which would leave a mode behind that changes what later tests compile
     return False
 
 

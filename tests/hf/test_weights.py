@@ -256,7 +256,8 @@ def test_two_values_for_one_tied_weight_are_refused_by_name(folders: Path, tmp_p
         found = started(from_pretrained(apart, allow_unexpected=[embedding], context=gpc), gpc).full_state_dict()
         assert found[embedding][-1, -1] == truth[embedding][-1, -1] + 1
         with pytest.raises(
-            CheckpointError, match=r"several tensors for model\.norm\.weight: model\.norm\.weight in .* and norm\.weight in"
+            CheckpointError,
+            match=r"several tensors for model\.norm\.weight: model\.norm\.weight in .* and norm\.weight in",
         ):
             from_pretrained(edited(folders / "llama/tied", tmp_path / "twice", twice), context=gpc)
 
