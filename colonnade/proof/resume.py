@@ -30,7 +30,7 @@ from colonnade.proof.run_difference import (
     ROUNDING,
     STATE,
     WEIGHT,
-    Difference,
+    FirstDifference,
     RunsReport,
     distance,
     first_difference,
@@ -136,7 +136,7 @@ def replace_generators(records: Sequence[Record]) -> list[Record]:
     return [replace(record, steps=[replace(step, generators=None) for step in record.steps]) for record in records]
 
 
-def _sentence(found: Difference, at: int, uninterrupted: Sequence[Record], resumed: Sequence[Record]) -> str:
+def _sentence(found: FirstDifference, at: int, uninterrupted: Sequence[Record], resumed: Sequence[Record]) -> str:
     """The meaning of a difference. A value that equals one of another step was restored from there."""
     meaning = _MEANING[found.quantity]
     if found.quantity == "batch":

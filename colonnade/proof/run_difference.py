@@ -32,7 +32,7 @@ Values = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Difference:
+class FirstDifference:
     """The first value that differs between two runs."""
 
     step: int
@@ -59,7 +59,7 @@ class RunsReport:
     """The result of `verify --resume` or `verify --races`."""
 
     headline: str
-    difference: Difference | None = None
+    difference: FirstDifference | None = None
     sentence: str = ""
     """The meaning of the difference."""
     uncertain: str = ""
@@ -98,7 +98,7 @@ def first_difference(
     start: int = 0,
     tolerance: float = 0.0,
     only: Sequence[int] | None = None,
-) -> Difference | None:
+) -> FirstDifference | None:
     """Return the first value of `other` that differs from that of `one`; None if all are equal.
 
     Args:
@@ -124,7 +124,7 @@ def first_difference(
             for name in [*a, *(name for name in b if name not in a)]:
                 error = distance(a.get(name), b.get(name))
                 if error > (0.0 if is_loaded else tolerance):
-                    return Difference(start + at, quantity, name, error, is_loaded)
+                    return FirstDifference(start + at, quantity, name, error, is_loaded)
     return None
 
 

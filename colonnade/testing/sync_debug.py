@@ -24,10 +24,13 @@ def device_waits(step: Callable[[], Any]) -> list[str]:
 
         from colonnade.testing import device_waits
 
+        model = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
         def step():
-            engine.zero_grad()
-            engine.backward(engine.criterion(engine(x), y))
-            engine.step()
+            optimizer.zero_grad()
+            model(torch.ones(3, 4)).sum().backward()
+            optimizer.step()
 
         assert device_waits(step) == []
     """

@@ -16,7 +16,7 @@ BARS = {
     "data parallel, 118 M, 2 ranks": r"\| 118 M on 2 ranks",
     "ring attention, 4 ranks, causal": r"ring attention on 4 ranks",
     "Ulysses attention, 4 ranks, causal": r"Ulysses attention on 4 ranks",
-    "100 M, compiled, slow host": r"`engine_cuda.py`",
+    "100 M, compiled, slow host": r"`engine_cuda.py` \| training step with 100 M",
 }
 """Label -> a pattern of its row in the tables; the first ratio of the row is the bar."""
 AGAINST = (
