@@ -67,7 +67,7 @@ def test_the_written_test_passes(tmp_path):
         (
             'Replicate(owes="sum")',
             "Replicate()",
-            "ranks 0 and 1 store the same shard of gain, but with different values",
+            "gain, but with different values",
         ),
         pytest.param(
             "place(part, {RING_ROWS: Shard(0)}",
